@@ -1,0 +1,43 @@
+"""samestep: the same training step on every device a script is given.
+
+>>> import torch, samestep
+>>> model = samestep.DataParallel(torch.nn.Linear(5, 2), replicas=2)
+>>> model(torch.randn(30, 5)).shape
+torch.Size([30, 2])
+"""
+
+from samestep.context import Shard as Shard
+from samestep.context import current_shard as current_shard
+from samestep.devices import Slot as Slot
+from samestep.errors import DrawWarning as DrawWarning
+from samestep.errors import MergeError as MergeError
+from samestep.errors import ReplicaError as ReplicaError
+from samestep.errors import SplitError as SplitError
+from samestep.errors import StateWarning as StateWarning
+from samestep.functional import gather as gather
+from samestep.functional import parallel_apply as parallel_apply
+from samestep.functional import replicate as replicate
+from samestep.functional import scatter as scatter
+from samestep.module import DataParallel as DataParallel
+from samestep.module import data_parallel as data_parallel
+from samestep.tree import register_batch_type as register_batch_type
+
+__all__ = [
+    "DataParallel",
+    "DrawWarning",
+    "MergeError",
+    "ReplicaError",
+    "Shard",
+    "Slot",
+    "SplitError",
+    "StateWarning",
+    "current_shard",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "register_batch_type",
+    "replicate",
+    "scatter",
+]
+
+__version__ = "0.1.0"

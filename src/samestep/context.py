@@ -1,0 +1,218 @@
+"""What a thread knows: the current shard, and the caller's settings carried into each replica.
+
+What it holds: :class:`Shard` and :func:`current_shard`; :class:`CallerContext`, which records the
+settings that torch and Python keep per thread (grad mode, inference mode, autocast, default device,
+streams, saved-tensor hooks, context variables) and sets them in another thread for the length of a
+``with``. Why: a worker thread starts with the defaults, so an outer ``no_grad`` or ``autocast``
+would be lost in every replica but the caller's.
+
+Guarantees: leaving the ``with`` restores the thread, also after an exception.
+Must not: decide anything. A function or dispatch mode cannot be carried: see :func:`has_modes`.
+
+[Note: modes] A ``TorchFunctionMode`` or ``TorchDispatchMode`` object lives on one thread's stack
+and may keep state that is not thread-safe. It is not copied: while one is active, the engine runs
+the shards one after another in the caller's own thread, where it sees every operation. The one
+exception is ``torch.device(...)`` as a context, which is a function mode too: a plain value, so it
+is carried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+__all__ = [
+    "CallerContext",
+    "Shard",
+    "current_shard",
+    "has_modes",
+    "has_transforms",
+    "use_num_threads",
+    "use_shard",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The shard that runs in this thread.
+
+    Attributes:
+        index: k, from 0.
+        num_shards: K of this call.
+        start: the first row of the batch in this shard.
+        stop: one past the last.
+        num_rows: B, the rows of the whole batch.
+        device: where the shard runs.
+    """
+
+    index: int
+    num_shards: int
+    start: int
+    stop: int
+    num_rows: int
+    device: torch.device
+
+    def describe(self) -> str:
+        """Return the text that is noted on errors: ``in shard 2 of 3 (rows 20-29 of 30, cpu)``."""
+        rows = f"rows {self.start}-{self.stop - 1}" if self.stop > self.start else "no rows"
+        return (
+            f"in shard {self.index} of {self.num_shards} "
+            f"({rows} of {self.num_rows}, {self.device})"
+        )
+
+
+class _Current(threading.local):
+    shard: Shard | None = None
+
+
+_current = _Current()
+
+
+def current_shard() -> Shard | None:
+    """Return the shard whose forward or backward runs in this thread; None outside of one.
+
+    Example:
+        >>> import samestep
+        >>> samestep.current_shard() is None
+        True
+    """
+    return _current.shard
+
+
+@contextlib.contextmanager
+def use_shard(shard: Shard) -> Iterator[None]:
+    """Make ``shard`` the current one of this thread."""
+    before, _current.shard = _current.shard, shard
+    try:
+        yield
+    finally:
+        _current.shard = before
+
+
+@contextlib.contextmanager
+def use_num_threads(count: int | None) -> Iterator[None]:
+    """Give torch ``count`` intra-op threads in this thread; None leaves the setting alone.
+
+    The getter comes first because torch initialises a thread's setting lazily, at its first use,
+    and would overwrite ours then.
+    """
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def has_modes() -> bool:
+    """Whether the caller has a function or dispatch mode active. See [Note: modes]."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+def has_transforms() -> bool:
+    """Whether a ``torch.func`` transform (vmap, grad, ...) is active in this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class CallerContext:
+    """The calling thread's settings, captured once per call.
+
+    Args:
+        home: the device of the source module; a default device equal to it becomes each slot's own.
+    """
+
+    def __init__(self, home: torch.device | None = None) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._autocast = [_capture_autocast(kind) for kind in _device_types()]
+        self._cache = torch.is_autocast_cache_enabled()
+        self._device = _default_device()
+        self._home = home
+        self._streams = _capture_streams()
+        self._variables = contextvars.copy_context()
+        self._thread = threading.get_ident()
+
+    def run(self, function: Callable[[], T], device: torch.device) -> T:
+        """Call ``function`` under the captured settings, in whichever thread this is.
+
+        Each call has its own copy of the context variables: one copy cannot be entered twice.
+        """
+        return self._variables.copy().run(self._run, function, device)
+
+    def _run(self, function: Callable[[], T], device: torch.device) -> T:
+        if threading.get_ident() == self._thread and not self._streams:
+            # The caller's own thread has the settings already; its grad mode may be another one
+            # by now only inside the stitch's backward, which passes a context of its own.
+            return function()
+        with contextlib.ExitStack() as stack:
+            self._enter(stack, device)
+            return function()
+
+    def _enter(self, stack: contextlib.ExitStack, device: torch.device) -> None:
+        for stream in self._streams:
+            stack.enter_context(stream)
+        if device.type not in ("cpu", "meta"):
+            stack.enter_context(torch.accelerator.device_index(device.index))
+        if self._inference:
+            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.set_grad_enabled(self._grad))
+        for kind, enabled, dtype in self._autocast:
+            if enabled:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, cache_enabled=self._cache)
+                )
+        if self._hooks is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
+        if self._device is not None:
+            stack.enter_context(device if self._device == self._home else self._device)
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _device_types() -> list[str]:
+    if not torch.accelerator.is_available():
+        return ["cpu"]
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return ["cpu", accelerator.type]
+
+
+def _capture_autocast(kind: str) -> tuple[str, bool, torch.dtype]:
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _default_device() -> torch.device | None:
+    modes: list[Any] = _get_current_function_mode_stack()
+    devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
+    return devices[-1] if devices else None
+
+
+def _capture_streams() -> list[contextlib.AbstractContextManager[Any]]:
+    """The caller's current stream of every accelerator, as contexts to enter."""
+    if not torch.accelerator.is_available():
+        return []
+    return [
+        torch.accelerator.current_stream(index)
+        for index in range(torch.accelerator.device_count())
+    ]

@@ -1,0 +1,151 @@
+"""Which slots there are: from the user's arguments, the environment and the machine.
+
+What it holds: :class:`Slot` and the rules that turn ``device_ids``, ``replicas`` and
+``SAMESTEP_REPLICAS`` into K slots. Why: the slot, never the device, is the identity of a replica;
+two slots may share a device, and CPU slots are as real as any.
+Guarantees: a request that cannot be met is a ValueError that says why; nothing is dropped.
+Must not: look at modules or batches, or start anything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Slot", "is_serial_forced", "plan_slots", "resolve_device"]
+
+ENV_REPLICAS = "SAMESTEP_REPLICAS"
+ENV_SERIAL = "SAMESTEP_SERIAL"
+
+Device = int | str | torch.device  # what users may write for one device
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a shard runs: its index k and its device. Two slots may share a device."""
+
+    index: int
+    device: torch.device
+
+
+def is_serial_forced() -> bool:
+    """Whether ``SAMESTEP_SERIAL=1`` asks for shards one after another in the caller's thread."""
+    return os.environ.get(ENV_SERIAL, "") not in ("", "0")
+
+
+def resolve_device(device: Device, *, argument: str = "device_ids") -> torch.device:
+    """Turn what the user wrote into a device with an index that exists on this machine.
+
+    Raises:
+        ValueError: no such device here, or no such device type.
+        TypeError: ``device`` is neither an int, a string nor a ``torch.device``.
+    """
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise TypeError(
+            f"{argument} holds {device!r} ({type(device).__name__}); "
+            f"write an accelerator's index, a string such as 'cpu' or 'cuda:0', or a torch.device"
+        )
+    accelerator = torch.accelerator.current_accelerator() if _num_accelerators() else None
+    if isinstance(device, int):
+        if accelerator is None:
+            raise ValueError(
+                f"{argument} asks for accelerator {device}, but torch sees no accelerator on this "
+                f"machine; for CPU slots pass replicas=2 or device_ids=['cpu', 'cpu']"
+            )
+        found = torch.device(accelerator.type, device)
+    else:
+        try:
+            found = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"{argument} holds {device!r}, which torch does not know") from error
+    if found.type in ("cpu", "meta"):
+        return torch.device(found.type)
+    if accelerator is None or found.type != accelerator.type:
+        seen = "none" if accelerator is None else f"{_num_accelerators()} x {accelerator.type}"
+        raise ValueError(
+            f"{argument} asks for {str(found)!r}, which is not on this machine "
+            f"(accelerators: {seen}); for CPU slots pass replicas=2 or device_ids=['cpu', 'cpu']"
+        )
+    index = torch.accelerator.current_device_index() if found.index is None else found.index
+    if not 0 <= index < _num_accelerators():
+        raise ValueError(
+            f"{argument} asks for {found.type}:{index}, but this machine has "
+            f"{_num_accelerators()} (0 to {_num_accelerators() - 1})"
+        )
+    return torch.device(found.type, index)
+
+
+def plan_slots(device_ids: Sequence[Device] | None, replicas: int | None) -> tuple[Slot, ...]:
+    """Decide the K slots.
+
+    Args:
+        device_ids: devices, repeated ones allowed; None: every accelerator, or else the CPU.
+        replicas: K; None: one per device, or ``SAMESTEP_REPLICAS`` if ``device_ids`` is None too.
+
+    Returns:
+        K slots. With more replicas than devices each device gets a contiguous run of slots.
+
+    Raises:
+        ValueError: no devices, K < 1, or K smaller than the number of devices named.
+        TypeError: an argument of another type.
+    """
+    if replicas is None and device_ids is None:
+        replicas = _replicas_from_environment()
+    elif replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int)):
+        raise TypeError(f"replicas must be an int, got {replicas!r} ({type(replicas).__name__})")
+    if replicas is not None and replicas < 1:
+        raise ValueError(f"replicas must be at least 1, got {replicas}")
+    if isinstance(device_ids, (str, int, torch.device)):
+        raise TypeError(f"device_ids must be a sequence of devices, got {device_ids!r}; "
+                        f"write device_ids=[{device_ids!r}]")
+    if device_ids is None:
+        devices = _default_devices(replicas)
+    else:
+        devices = [resolve_device(device) for device in device_ids]
+        if not devices:
+            raise ValueError("device_ids is empty; name at least one device, or leave it out")
+    num_slots = len(devices) if replicas is None else replicas
+    if num_slots < len(devices):
+        raise ValueError(
+            f"replicas={num_slots} is smaller than the number of devices named "
+            f"({len(devices)}); pass device_ids[:{num_slots}] or more replicas"
+        )
+    # Slot k goes to device floor(k * D / K): contiguous runs whose lengths differ by at most one.
+    return tuple(
+        Slot(k, devices[k * len(devices) // num_slots]) for k in range(num_slots)
+    )
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _num_accelerators() -> int:
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _default_devices(replicas: int | None) -> list[torch.device]:
+    count = _num_accelerators()
+    if count == 0:
+        return [torch.device("cpu")]
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    # Fewer replicas than accelerators, none of them named by the user: take the first ones.
+    return [torch.device(kind.type, i) for i in range(min(count, replicas or count))]
+
+
+def _replicas_from_environment() -> int | None:
+    text = os.environ.get(ENV_REPLICAS, "")
+    if not text:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{ENV_REPLICAS}={text!r} is not a whole number") from None
+    if value < 1:
+        raise ValueError(f"{ENV_REPLICAS} must be at least 1, got {value}")
+    return value

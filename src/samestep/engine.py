@@ -1,0 +1,294 @@
+"""Runs the K shards of a call and collects what they return.
+
+What it holds: :class:`Job` (one shard's work), :class:`ThreadEngine` and :class:`SerialEngine`.
+Why two: the serial one is the reference, slot by slot in the caller's thread (so that ``breakpoint()``
+works in forward); the threaded one must give the same bits.
+
+Guarantees:
+- All shards are awaited before anything is returned or raised.
+- The error of the lowest failing shard is raised: the object itself, with its own traceback and a note
+  that says where; the other failures are notes on it. The next run works.
+- With fewer workers than shards, each worker runs a contiguous run of shards in turn.
+Must not: know what a job does.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from samestep.context import CallerContext, Shard, has_modes, use_num_threads, use_shard
+from samestep.errors import note_shard
+from samestep.group import Group
+from samestep.rng import Stream, use_stream
+from samestep.workers import WorkerPool, pool
+
+__all__ = ["Engine", "Job", "SerialEngine", "ThreadEngine", "plan_runs"]
+
+# How a shard's random numbers are ruled: see the notes in rng.py. "swap" is for models that draw by
+# functions that cannot be intercepted: the shard runs alone, with the default generator swapped.
+Drawing = Literal["watch", "intercept", "swap"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard's work.
+
+    Attributes:
+        shard: which one.
+        function: what to call.
+        stream: the shard's random numbers.
+        drawing: how they are ruled.
+    """
+
+    shard: Shard
+    function: Callable[[], Any]
+    stream: Stream
+    drawing: Drawing = "intercept"
+
+    def __call__(self) -> Any:
+        """Run in this thread."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(use_shard(self.shard))
+            if self.drawing == "swap":
+                stack.enter_context(self.stream.swapped_in())
+            else:
+                is_intercepted = self.drawing == "intercept"
+                stack.enter_context(use_stream(self.stream, intercept=is_intercepted))
+                if is_intercepted and self.shard.device.type not in ("cpu", "meta"):
+                    stack.enter_context(self.stream.seeded(self.shard.device))
+            return self.function()
+
+
+@dataclass
+class _Outcome:
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Engine(abc.ABC):
+    """Runs jobs, one per shard.
+
+    Args:
+        num_threads: intra-op threads of each shard on the CPU; None leaves the caller's setting.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        context: CallerContext,
+        *,
+        together: bool = False,
+        inline: torch.device | None = None,
+    ) -> list[Any]:
+        """Run all jobs and return their values in shard order.
+
+        Args:
+            jobs: one per shard, in shard order.
+            context: the caller's settings.
+            together: the shards exchange values while they run (see :mod:`samestep.group`).
+            inline: a device whose jobs must run in the calling thread.
+
+        Raises:
+            BaseException: whatever the lowest failing shard raised.
+            RuntimeError: ``together`` while a torch mode ties the run to the caller's thread.
+        """
+        outcomes = [_Outcome() for _ in jobs]
+        try:
+            if together and len(jobs) > 1:
+                self._run_together(jobs, context, outcomes)
+            else:
+                self._run(jobs, context, outcomes, inline)
+            _raise_first(jobs, outcomes)
+            return [outcome.value for outcome in outcomes]
+        finally:
+            # A traceback refers to this frame: without this, a failed call would be a cycle that
+            # keeps every shard's activations until the garbage collector runs.
+            outcomes.clear()
+
+    @abc.abstractmethod
+    def _run(
+        self,
+        jobs: Sequence[Job],
+        context: CallerContext,
+        outcomes: list[_Outcome],
+        inline: torch.device | None,
+    ) -> None:
+        """Fill ``outcomes``; must not raise what a job raised."""
+
+    @property
+    @abc.abstractmethod
+    def _one_at_a_time(self) -> bool:
+        """Whether shards that exchange values still run one at a time."""
+
+    def _run_together(
+        self, jobs: Sequence[Job], context: CallerContext, outcomes: list[_Outcome]
+    ) -> None:
+        if has_modes():
+            raise RuntimeError(
+                "sync_batch_norm=True lets the shards wait for each other, each in a thread; but a "
+                "torch function or dispatch mode is active, which ties them to the caller's "
+                "thread. Leave the mode, or use sync_batch_norm=False"
+            )
+        if any(job.drawing == "swap" for job in jobs):
+            raise RuntimeError(
+                "sync_batch_norm=True cannot be used with a model that draws random numbers by "
+                "functions which cannot be given a generator: its shards would have to run alone"
+            )
+        group = Group(len(jobs), one_at_a_time=self._one_at_a_time)
+
+        def member(index: int) -> Callable[[], None]:
+            def run() -> None:
+                with group.joined(index):
+                    self._attempt(jobs[index], context, outcomes[index])
+
+            return run
+
+        mine, *others = [member(index) for index in range(len(jobs))]
+        pool.run(mine, others)
+
+    def _attempt(self, job: Job, context: CallerContext, outcome: _Outcome) -> bool:
+        """Run one job; False if the user asked to stop (Ctrl-C, SystemExit)."""
+        try:
+            count = self._num_threads if job.shard.device.type == "cpu" else None
+            with use_num_threads(count):
+                outcome.value = context.run(job, job.shard.device)
+        except Exception as error:
+            outcome.error = error
+        except BaseException as error:
+            outcome.error = error
+            return False
+        return True
+
+
+class SerialEngine(Engine):
+    """Shards one after another in the calling thread. The reference for every other engine."""
+
+    _one_at_a_time = True
+
+    def _run(
+        self,
+        jobs: Sequence[Job],
+        context: CallerContext,
+        outcomes: list[_Outcome],
+        inline: torch.device | None,
+    ) -> None:
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if not self._attempt(job, context, outcome):
+                return
+
+
+class ThreadEngine(Engine):
+    """Shards on worker threads; the calling thread is one of the workers and runs shard 0.
+
+    Args:
+        num_threads: intra-op threads of each shard on the CPU.
+        num_workers: threads for CPU shards; None: one per core that this process may use.
+        workers: the pool to lease them from.
+    """
+
+    _one_at_a_time = False
+
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        *,
+        num_workers: int | None = None,
+        workers: WorkerPool = pool,
+    ) -> None:
+        super().__init__(num_threads)
+        self._num_workers = num_workers
+        self._pool = workers
+
+    def _run(
+        self,
+        jobs: Sequence[Job],
+        context: CallerContext,
+        outcomes: list[_Outcome],
+        inline: torch.device | None,
+    ) -> None:
+        devices = [job.shard.device for job in jobs]
+        if has_modes():
+            runs = [list(range(len(jobs)))]  # see [Note: modes] in context.py
+        else:
+            runs = plan_runs(devices, self._num_workers or _num_cores(), inline)
+
+        def follow(run: list[int]) -> Callable[[], None]:
+            def work() -> None:
+                for index in run:
+                    if not self._attempt(jobs[index], context, outcomes[index]):
+                        return
+
+            return work
+
+        mine, *others = [follow(run) for run in runs]
+        self._pool.run(mine, others)
+
+
+def plan_runs(
+    devices: Sequence[torch.device], num_workers: int, inline: torch.device | None = None
+) -> list[list[int]]:
+    """Decide which worker runs which shards; the first run is the caller's.
+
+    Args:
+        devices: of each shard.
+        num_workers: how many threads the CPU shards may use. Each accelerator has one of its own,
+            in which its shards take turns.
+        inline: a device whose shards the caller must run itself.
+
+    Returns:
+        Lists of shard indices: contiguous runs, together every index once.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for index, device in enumerate(devices):
+        by_device.setdefault(device, []).append(index)
+    runs: list[list[int]] = []
+    for device, indices in by_device.items():
+        parts = 1 if device.type not in ("cpu", "meta") else min(num_workers, len(indices))
+        cuts = [len(indices) * part // parts for part in range(parts + 1)]
+        found = [indices[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        runs = found + runs if device == inline else runs + found
+    if inline is not None and inline not in by_device:
+        runs.insert(0, [])
+    return runs
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _num_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count() or 1
+
+
+def _raise_first(jobs: Sequence[Job], outcomes: Sequence[_Outcome]) -> None:
+    failed = [
+        (job.shard, outcome.error)
+        for job, outcome in zip(jobs, outcomes, strict=True)
+        if outcome.error is not None
+    ]
+    if not failed:
+        return
+    (shard, first), *rest = failed
+    note_shard(first, shard.describe())
+    for other, error in rest:
+        if error is not first:
+            note_shard(first, f"{type(error).__name__} {other.describe()}: {error}")
+    del failed, rest
+    try:
+        raise first
+    finally:
+        del first

@@ -1,0 +1,441 @@
+"""A copy of an object graph that follows its original.
+
+What it holds: :class:`Follower`, which copies everything that a module can reach and remembers which
+piece came from which, and :class:`Snapshot`, which sees by identity what has changed since.
+Why: ``copy.deepcopy`` gives real modules, but at every call it would cost milliseconds; it leaves
+closures and lambdas pointing at the original; and it cannot say which attribute a forward wrote.
+``torch.nn.parallel.replicate`` copies one level of each module, so bound methods, containers and
+helper objects of a replica go on pointing at the original.
+
+How things are copied (``leaf`` decides for tensors):
+
+==========================  ====================================================================
+modules, plain objects      a new object of the class; attributes copied in turn
+dict, list, set, deque      the same type; entries copied in turn; "cells": followed and watched
+tuples and the like         the same object if nothing inside was copied, else rebuilt
+bound methods, partials     bound to the copy
+functions                   a new function if a closure cell or default reaches into the modules;
+                            refused by name if it reaches them through a global variable
+weak references             to the copy, if the target was copied
+optimizers, datasets, ...   shared (see ``_SHARED``), as is whatever cannot be copied (locks, files)
+==========================  ====================================================================
+
+Guarantees: one original object has one copy, cycles included; identical before, identical after.
+Must not: know replicas, shards or devices.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import ReplicaError
+
+__all__ = ["Cell", "Follower", "Snapshot"]
+
+Leaf = Callable[[Tensor, str], Any]
+# One mutable container: a dict (a module's or object's __dict__ included), a list, a set, a deque.
+Cell = Any
+
+_ATOMS: frozenset[type] = frozenset(
+    {
+        type(None), bool, int, float, complex, str, bytes, range, slice, type, type(...),
+        type(NotImplemented), types.BuiltinFunctionType, types.ModuleType, types.CodeType,
+        types.MethodDescriptorType, types.WrapperDescriptorType, types.GenericAlias, property,
+        torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator,
+    }
+)  # fmt: skip
+# Never copied: they hold the training's state or data, or are identities of their own.
+_SHARED = (
+    enum.Enum, type, logging.Logger, torch.optim.Optimizer, torch.utils.data.DataLoader,
+    torch.utils.data.Dataset, torch._C.Generator, types.GeneratorType,
+)  # fmt: skip
+_CONTAINERS = (dict, list, set, deque)
+
+
+class Snapshot:
+    """What a fixed list of cells held at one moment, compared by identity in C loops.
+
+    Most cells of a module tree are empty dictionaries (hooks); those are tested together.
+    """
+
+    def __init__(self, cells: list[Cell]) -> None:
+        self._cells = cells
+        self.take()
+
+    def take(self) -> None:
+        """Remember what the cells hold now."""
+        full = [cell for cell in self._cells if cell]
+        self._empty = [cell for cell in self._cells if not cell]
+        self._dicts = [cell for cell in full if isinstance(cell, dict)]
+        self._others = [cell for cell in full if not isinstance(cell, dict)]
+        self._keys = list(chain.from_iterable(self._dicts))
+        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        self._items = list(chain.from_iterable(self._others))
+        self._sizes = list(map(len, full))
+        self._full = full
+        self._contents: dict[int, Any] | None = None
+
+    def is_current(self) -> bool:
+        """Whether every cell holds the very objects that it held, in the same order."""
+        return (
+            not any(self._empty)
+            and list(map(len, self._full)) == self._sizes
+            and _same(chain.from_iterable(map(dict.values, self._dicts)), self._values)
+            and _same(chain.from_iterable(self._dicts), self._keys)
+            and _same(chain.from_iterable(self._others), self._items)
+        )
+
+    def changed(self) -> list[int]:
+        """Return the indices of the cells that changed."""
+        return [
+            index
+            for index, cell in enumerate(self._cells)
+            if not _same_content(cell, self.content(index))
+        ]
+
+    def content(self, index: int) -> Any:
+        """What cell ``index`` held: a dict for dicts, a list for everything else."""
+        if self._contents is None:  # sliced out of the flat lists only when something changed
+            self._contents = self._slice()
+        cell = self._cells[index]
+        return self._contents.get(id(cell), {} if isinstance(cell, dict) else [])
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Every tensor held directly by a cell, possibly several times."""
+        return _tensors(chain(self._values, self._items))
+
+    def _slice(self) -> dict[int, Any]:
+        contents: dict[int, Any] = {}
+        at_dict = at_other = 0
+        for cell, size in zip(self._full, self._sizes, strict=True):
+            if isinstance(cell, dict):
+                stop = at_dict + size
+                contents[id(cell)] = dict(
+                    zip(self._keys[at_dict:stop], self._values[at_dict:stop], strict=True)
+                )
+                at_dict = stop
+            else:
+                contents[id(cell)] = self._items[at_other : at_other + size]
+                at_other += size
+        return contents
+
+
+class Follower:
+    """Copies an object graph and keeps the correspondence.
+
+    Args:
+        root: the module to copy.
+        leaf: called once per distinct tensor with the tensor and its path; returns the copy's.
+
+    Attributes:
+        root: the copy.
+        cells: pairs (original cell, copied cell), in the order found.
+        untracked: original cells whose copies cannot be updated piece by piece: a change there
+            needs a new Follower.
+        modules: pairs (original module, copied module).
+
+    Raises:
+        ReplicaError: a function reaches a module of the tree through a global variable.
+    """
+
+    def __init__(self, root: nn.Module, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._copies: dict[int, Any] = {}
+        self._originals: dict[int, Any] = {}
+        self._kept: list[Any] = []  # keeps every id in the two tables unique
+        self._tree = {id(module) for module in root.modules()}
+        self.cells: list[tuple[Cell, Cell]] = []
+        self.paths: list[str] = []
+        self.untracked: list[Cell] = []
+        self.modules: list[tuple[nn.Module, nn.Module]] = []
+        self.root: nn.Module = self.copy(root, "")
+
+    def copy(self, value: Any, path: str) -> Any:
+        """Return the copy of ``value``; the same one every time."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        found = self._copies.get(id(value), self)
+        if found is not self:
+            return found
+        if isinstance(value, Tensor):
+            return self._leaf(value, path)
+        if isinstance(value, _SHARED):
+            return value
+        if isinstance(value, nn.Module):
+            return self._copy_module(value, path)
+        if kind is tuple:
+            return self._copy_tuple(value, path)
+        if kind is types.FunctionType:
+            return self._copy_function(value, path)
+        if kind is types.MethodType:
+            owner = self.copy(value.__self__, path)
+            if owner is value.__self__:
+                return value
+            return self._remember(value, types.MethodType(value.__func__, owner))
+        if isinstance(value, weakref.ref):
+            return self._copy_reference(value)
+        if kind in _CONTAINERS:
+            return self._copy_container(value, kind(), path)
+        return self._copy_object(value, path)
+
+    def original(self, value: Any) -> Any:
+        """Return what ``value`` is the copy of; ``value`` itself if it is none."""
+        return self._originals.get(id(value), value)
+
+    def is_known(self, value: Any) -> bool:
+        """Whether copying ``value`` makes nothing new that would have to be followed."""
+        if type(value) is tuple:
+            return all(map(self.is_known, value))
+        return (
+            type(value) in _ATOMS
+            or isinstance(value, (Tensor, *_SHARED))
+            or id(value) in self._copies
+        )
+
+    def add_cell(self, source: Cell, target: Cell, path: str) -> None:
+        """Follow one more cell: ``target`` holds copies of what ``source`` holds."""
+        _fill(target, source, lambda value, key: self.copy(value, path + key))
+        self.cells.append((source, target))
+        self.paths.append(path)
+
+    def update(self, index: int) -> None:
+        """Make the copied cell ``index`` hold copies of what the original holds now."""
+        source, target = self.cells[index]
+        _fill(target, source, lambda value, key: self.copy(value, self.paths[index] + key))
+
+    # -- One kind of thing each -------------------------------------------------------------
+
+    def _remember(self, value: Any, copied: Any) -> Any:
+        self._copies[id(value)] = copied
+        self._originals[id(copied)] = value
+        self._kept.append(value)
+        return copied
+
+    def _copy_module(self, module: nn.Module, path: str) -> nn.Module:
+        cls = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            return self._copy_script(module, path)
+        if hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx"):
+            # torch.compile's wrapper: wrap the copy anew. torch finds the compiled code again.
+            copied: nn.Module = cls(self.copy(module._orig_mod, path), module.dynamo_ctx)
+            self.modules.append((module, copied))
+            return self._remember(module, copied)
+        copied = self._remember(module, cls.__new__(cls))
+        self.modules.append((module, copied))
+        self.add_cell(module.__dict__, copied.__dict__, path)
+        return copied
+
+    def _copy_script(self, module: torch.jit.ScriptModule, path: str) -> nn.Module:
+        """A scripted module's state lives in C++: copy the handle, then exchange its tensors."""
+        copied = torch.jit._recursive.wrap_cpp_module(module._c._replicate_for_data_parallel())
+        self._remember(module, copied)
+        pairs = zip(module.named_modules(), copied.modules(), strict=True)
+        for (name, source), target in pairs:
+            prefix = f"{path}.{name}" if name else path
+            for key, tensor in chain(
+                source.named_parameters(recurse=False), source.named_buffers(recurse=False)
+            ):
+                target._c.setattr(key, self.copy(tensor, f"{prefix}.{key}"))
+            self._copies[id(source)] = target
+            self._kept.append(source)
+            self.modules.append((source, target))
+        return copied
+
+    def _copy_tuple(self, value: tuple[Any, ...], path: str) -> Any:
+        entries = [self.copy(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+        return value if all(map(operator.is_, entries, value)) else tuple(entries)
+
+    def _copy_container(self, value: Cell, target: Cell, path: str) -> Any:
+        if isinstance(value, deque) and value.maxlen is not None:
+            target = deque(maxlen=value.maxlen)
+        self._remember(value, target)
+        self.add_cell(value, target, path)
+        return target
+
+    def _copy_reference(self, value: weakref.ref[Any]) -> Any:
+        target = value()
+        if isinstance(target, nn.Module):
+            return self._remember(value, weakref.ref(self.copy(target, "<weakref>")))
+        return value
+
+    def _copy_function(self, value: types.FunctionType, path: str) -> Any:
+        self._refuse_globals(value, path)
+        reaches = self._reaches(value.__closure__ or (), set()) or self._reaches(
+            (value.__defaults__, value.__kwdefaults__, value.__dict__), set()
+        )
+        if not reaches:
+            return value
+        cells = tuple(types.CellType() for _ in value.__closure__ or ())
+        copied = types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells or None
+        )
+        self._remember(value, copied)
+        for cell, source in zip(cells, value.__closure__ or (), strict=True):
+            content = _cell_content(source)
+            # Only what reaches into the modules is rebound: a list that the user collects
+            # activations in must stay the user's list.
+            if self._reaches((content,), set()):
+                cell.cell_contents = self.copy(content, f"{path}.<closure>")
+            elif content is not _EMPTY:
+                cell.cell_contents = content
+        copied.__defaults__ = self.copy(value.__defaults__, f"{path}.<default>")
+        copied.__kwdefaults__ = self.copy(value.__kwdefaults__, f"{path}.<default>")
+        copied.__dict__.update(self.copy(dict(value.__dict__), f"{path}.__dict__"))
+        copied.__qualname__, copied.__doc__ = value.__qualname__, value.__doc__
+        return copied
+
+    def _copy_object(self, value: Any, path: str) -> Any:
+        """Any other object, by the protocol that ``copy.copy`` uses."""
+        cls = type(value)
+        try:
+            reduced: Any = value.__reduce_ex__(4)
+        except Exception:
+            return value  # locks, files, generators, handles of libraries: shared
+        if isinstance(reduced, str) or isinstance(value, (int, str, float, bytes)):
+            return value  # a named singleton, an immutable value
+        maker, arguments, state, items, entries = (*reduced, None, None, None)[:5]
+        has_dict, is_cell = hasattr(value, "__dict__"), isinstance(value, _CONTAINERS)
+        if not (has_dict or is_cell or self._reaches((arguments, state), set())):
+            # Without a __dict__ nobody could see what changes inside later: share it.
+            return value
+        if not is_cell and (items is not None or entries is not None):
+            return value  # a container type of its own that torch's trees do not know either
+        copied = maker(*(self.copy(argument, f"{path}.<args>") for argument in arguments))
+        self._remember(value, copied)
+        if has_dict and cls.__getstate__ is object.__getstate__ and not hasattr(cls, "__setstate__"):
+            self.add_cell(value.__dict__, copied.__dict__, path)
+        elif state is not None:
+            self._set_state(copied, self.copy(state, path))
+            self.untracked.append(getattr(value, "__dict__", {}))
+        if is_cell:
+            self.add_cell(value, copied, path)
+        return copied
+
+    @staticmethod
+    def _set_state(copied: Any, state: Any) -> None:
+        if hasattr(copied, "__setstate__"):
+            copied.__setstate__(state)
+            return
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        copied.__dict__.update(attributes or {})
+        for name, entry in (slots or {}).items():
+            object.__setattr__(copied, name, entry)
+
+    # -- Functions that reach into the tree ---------------------------------------------------
+
+    def _reaches(self, values: Iterable[Any], seen: set[int]) -> bool:
+        """Whether a module of the tree can be reached from ``values``."""
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            if type(value) in _ATOMS or id(value) in seen or isinstance(value, (Tensor, _SHARED)):
+                continue
+            seen.add(id(value))
+            if isinstance(value, nn.Module):
+                if id(value) in self._tree or id(value) in self._copies:
+                    return True
+                continue
+            stack.extend(_referents(value))
+        return False
+
+    def _refuse_globals(self, function: types.FunctionType, path: str) -> None:
+        for name in _global_names(function.__code__):
+            value = function.__globals__.get(name)
+            if isinstance(value, nn.Module) and id(value) in self._tree:
+                raise ReplicaError(
+                    f"attribute {path.lstrip('.') or '<module>'!r} is a function that uses the "
+                    f"module through the global variable {name!r}; a replica cannot rebind a "
+                    f"global. Pass the module as an argument or a default instead: "
+                    f"lambda x, {name}={name}: ..."
+                )
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+_EMPTY = object()
+
+
+def _same(values: Iterable[Any], before: list[Any]) -> bool:
+    return all(map(operator.is_, values, before))
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) is tuple:  # tuples are no cells: what they hold is held by their cell
+            yield from _tensors(value)
+
+
+def _same_content(cell: Cell, before: Any) -> bool:
+    if len(cell) != len(before):
+        return False
+    if isinstance(cell, dict):
+        return _same(dict.values(cell), list(before.values())) and _same(cell, list(before))
+    return _same(cell, before)
+
+
+def _fill(target: Cell, source: Cell, copy: Callable[[Any, str], Any]) -> None:
+    """Replace what ``target`` holds by copies of what ``source`` holds; the types agree."""
+    if isinstance(source, dict):
+        entries = [(copy(k, f"[{k!r}]"), copy(v, _key(k))) for k, v in dict.items(source)]
+        dict.clear(target)
+        for key, value in entries:
+            dict.__setitem__(target, key, value)
+    else:
+        values = [copy(value, f"[{i}]") for i, value in enumerate(source)]
+        target.clear()
+        target.update(values) if isinstance(target, set) else target.extend(values)
+
+
+def _key(key: Any) -> str:
+    return f".{key}" if isinstance(key, str) else f"[{key!r}]"
+
+
+def _cell_content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not assigned yet
+        return _EMPTY
+
+
+def _referents(value: Any) -> Iterable[Any]:
+    """What ``value`` holds, one level down; only kinds through which a user would hold a module."""
+    if isinstance(value, types.CellType):
+        return (_cell_content(value),)
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return tuple(value)
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, types.FunctionType):
+        return (*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, weakref.ref):
+        return (value(),)
+    return tuple(getattr(value, "__dict__", {}).values())
+
+
+def _global_names(code: types.CodeType) -> Iterable[str]:
+    """Names that ``code`` and the functions nested in it may look up as globals."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)

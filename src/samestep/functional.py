@@ -1,0 +1,266 @@
+"""The four verbs of data parallelism, with the signatures of ``torch.nn.parallel``.
+
+What it holds: :func:`scatter`, :func:`replicate`, :func:`parallel_apply`, :func:`gather`. They are the very
+functions that ``DataParallel.forward`` goes through; what it knows in advance it passes by keyword.
+Why not torch's: those know no CPU, lose types and names, and give replicas without parameters.
+
+Guarantees: each verb is differentiable by itself, so they can be used apart.
+Must not: keep state between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.context import Shard
+from samestep.devices import Device, Slot, plan_slots, resolve_device
+from samestep.engine import Engine, ThreadEngine
+from samestep.merge import merge
+from samestep.reduce import tree_sum
+from samestep.replicas import ReplicaSet, find_replica, home_device
+from samestep.rng import Draws, Stream
+from samestep.split import SplitPlan, cut, plan_split
+from samestep.state import StateWriter
+from samestep.step import map_tensors, run_shards
+from samestep.stitch import Runner
+
+__all__ = ["gather", "parallel_apply", "replicate", "scatter"]
+
+
+def scatter(
+    inputs: Any,
+    target_gpus: Sequence[Device] | Sequence[Slot],
+    dim: int = 0,
+    *,
+    plan: SplitPlan | None = None,
+) -> tuple[Any, ...]:
+    """Cut a batch into shards and move each to its device.
+
+    Shapes:
+        a tensor (..., B, ...) with B rows on ``dim`` becomes (..., B_k, ...) in shard k.
+
+    Args:
+        inputs: any nested value.
+        target_gpus: one device per slot, CPU slots included (the name is torch's).
+        dim: the tensor dimension that counts rows.
+        plan: how to cut ``(args, kwargs)`` pairs; decided from ``inputs`` if None.
+
+    Returns:
+        One value per shard, of the types of ``inputs``. A shard on the device of the batch is a view.
+
+    Raises:
+        SplitError: an argument cannot be cut.
+
+    Exactness:
+        ``gather(scatter(x, devices), device)`` is ``x`` bit for bit; differentiable.
+
+    Source:
+        The role of ``torch.nn.parallel.scatter``; unlike it, any container keeps its type.
+
+    Example:
+        >>> [x.shape[0] for x in scatter(torch.arange(30), ["cpu"] * 8)]
+        [4, 4, 4, 4, 4, 4, 4, 2]
+    """
+    slots = _slots(target_gpus)
+    if plan is not None:
+        args, kwargs = inputs
+        pairs: list[Any] = cut(plan, args, kwargs)
+    else:
+        plan = plan_split((inputs,), {}, num_slots=len(slots), dim=dim)
+        pairs = [args[0] for args, _ in cut(plan, (inputs,), {})]
+    indices = plan.slots or (0,)
+    return tuple(
+        move(pair, slots[i].device) for i, pair in zip(indices, pairs, strict=False)
+    )
+
+
+def replicate(
+    network: nn.Module,
+    devices: Sequence[Device] | Sequence[Slot],
+    detach: bool = False,
+    *,
+    keep: ReplicaSet | None = None,
+) -> list[nn.Module]:
+    """Make one replica of a module per slot.
+
+    Replicas are real modules of the same class. Their parameters are leaves over the memory of the
+    source's (a copy on another device); :func:`parallel_apply` ties their gradients to the source.
+
+    Args:
+        network: the source module.
+        devices: one per slot.
+        detach: True: no gradient reaches the source module.
+        keep: where replicas are kept from call to call; anew if None.
+
+    Raises:
+        ReplicaError: the module lies on several devices, or holds a function that cannot be rebound.
+
+    Source:
+        The role of ``torch.nn.parallel.replicate``.
+    """
+    slots = _slots(devices)
+    replicas = (keep or ReplicaSet()).refresh(network, slots)
+    if detach:
+        for replica in replicas:
+            for link in replica.links.values():
+                link.copy.requires_grad_(False)
+    return [replica.module for replica in replicas]
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[Device] | None = None,
+) -> list[Any]:
+    """Run each module on its inputs, in parallel.
+
+    Args:
+        modules: from :func:`replicate`, or any modules of the user's.
+        inputs: one tuple of positional arguments (or one single argument) per module.
+        kwargs_tup: one dict of keyword arguments per module.
+        devices: one per module; the replica's own, or the module's, if None.
+
+    Returns:
+        One output per module, part of the caller's graph.
+
+    Raises:
+        ValueError: the sequences differ in length.
+
+    Source:
+        The role of ``torch.nn.parallel.parallel_apply``; backward is parallel too for replicas.
+    """
+    keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
+    lengths = {len(modules), len(inputs), len(keywords), len(modules if devices is None else devices)}
+    if len(lengths) != 1 or not modules:
+        raise ValueError(
+            f"one entry per module is needed (modules: {len(modules)}, inputs: {len(inputs)}, "
+            f"kwargs_tup: {len(keywords)}, devices: {len(devices or modules)})"
+        )
+    pairs = [
+        (tuple(args) if isinstance(args, (list, tuple)) else (args,), kwargs)
+        for args, kwargs in zip(inputs, keywords, strict=True)
+    ]
+    found = [find_replica(module) for module in modules]
+    places = [home_device(module) for module in modules] if devices is None else [
+        resolve_device(device) for device in devices
+    ]
+    rows = [_count_rows(pair) for pair in pairs]
+    runner = make_runner(ThreadEngine(1), places, rows, drawing="intercept", together=False)
+    replicas = [replica for replica in found if replica is not None]
+    if len(replicas) < len(modules):
+        # Modules of the user's own: nothing to stitch, their graphs are the caller's already.
+        return runner.run(
+            [
+                lambda module=module, pair=pair: module(*pair[0], **pair[1])
+                for module, pair in zip(modules, pairs, strict=True)
+            ]
+        )
+    outputs, changes = run_shards(replicas, pairs, runner)
+    StateWriter("merge", merge_state).write(changes, replicas, rows)
+    return outputs
+
+
+def gather(
+    outputs: Sequence[Any],
+    target_device: Device | None,
+    dim: int = 0,
+    *,
+    rows: Sequence[int] | None = None,
+    out_dims: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    """Join the shards' outputs into the whole batch's.
+
+    Args:
+        outputs: one per shard.
+        target_device: where tensors land; None: shard 0's device.
+        dim: the tensor dimension that counts rows.
+        rows: B_k of each shard; taken from the first tensor with ``dim`` if None.
+        out_dims, reduction: as in ``DataParallel``.
+
+    Returns:
+        One value of the outputs' type.
+
+    Raises:
+        MergeError: the outputs do not fit together.
+
+    Source:
+        The role of ``torch.nn.parallel.gather``.
+
+    Example:
+        >>> gather([torch.zeros(2, 3), torch.ones(1, 3)], "cpu").shape
+        torch.Size([3, 3])
+    """
+    device = None if target_device is None else resolve_device(
+        target_device, argument="target_device"
+    )
+    if rows is None:
+        rows = [_count_rows(((output,), {}), dim) for output in outputs]
+    return merge(
+        list(outputs),
+        list(rows),
+        dim=dim,
+        out_dims=out_dims,
+        reduction=reduction,
+        device=device,
+        total=tree_sum,
+        whole=None if type(outputs[0]) is Tensor and outputs[0].grad_fn is not None else _same,
+    )
+
+
+def merge_state(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:
+    """Merge what the shards wrote to one attribute; raises MergeError where that needs a guess."""
+    return merge(list(values), list(rows), dim=dim, total=tree_sum, whole=_same, strict=True)
+
+
+def make_runner(
+    engine: Engine,
+    devices: Sequence[torch.device],
+    rows: Sequence[int],
+    *,
+    drawing: Any,
+    together: bool,
+    draws: Draws | None = None,
+    home: torch.device | None = None,
+) -> Runner:
+    """Describe the shards of one call and how to run them."""
+    total, start = sum(rows), 0
+    shards = []
+    for k, (device, count) in enumerate(zip(devices, rows, strict=True)):
+        shards.append(Shard(k, len(rows), start, start + count, total, device))
+        start += count
+    source = draws or Draws()
+    streams = [Stream(source, k) for k in range(len(rows))]
+    return Runner(engine, shards, streams, drawing, together, home or devices[0])
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _slots(devices: Sequence[Device] | Sequence[Slot]) -> Sequence[Slot]:
+    if devices and all(isinstance(device, Slot) for device in devices):
+        return devices  # type: ignore[return-value]  # just checked
+    return plan_slots(devices, None)  # type: ignore[arg-type]  # not slots, so devices
+
+
+def move(tree: Any, device: torch.device) -> Any:
+    """Return ``tree`` with every tensor on ``device``."""
+    if device.type == "cpu" and not torch.accelerator.is_available():
+        return tree  # there is nowhere else it could be
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
+
+
+def _count_rows(pair: Any, dim: int = 0) -> int:
+    return plan_split(pair[0], pair[1], num_slots=1, dim=dim).num_rows or 0
+
+
+def _same(values: list[Any]) -> Any:
+    first = values[0]
+    return first if all(value is first for value in values) else None

@@ -1,0 +1,160 @@
+"""How shards that run at the same time exchange values.
+
+What it holds: :class:`Group`, the meeting point of the shards of one run, and :func:`all_reduce`, a
+differentiable sum over shards built on it. Why: synchronised batch statistics need the whole
+batch's sums in the middle of a forward and again in the middle of a backward.
+
+Guarantees:
+- Values come back in shard order, whoever arrived first.
+- No deadlock: a shard that has ended is not waited for, and shards that wait for different things
+  get an error. With ``one_at_a_time`` only one shard runs between two meetings, in shard order, which
+  is what a serial engine promises.
+Must not: know what is exchanged. Whoever uses a group gives each shard a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Group", "all_reduce", "current_group"]
+
+Key = tuple[Any, ...]
+Total = Callable[[Sequence[Tensor]], Tensor]
+
+
+class Group:
+    """The meeting point of K shards for the length of one run.
+
+    Args:
+        num_shards: K.
+        one_at_a_time: whether only one shard may run at any moment.
+    """
+
+    def __init__(self, num_shards: int, *, one_at_a_time: bool = False) -> None:
+        self._num_shards = num_shards
+        self._serial = one_at_a_time
+        self._turn = 0
+        self._changed = threading.Condition()
+        self._boxes: dict[Key, dict[int, Any]] = {}
+        self._readers: dict[Key, int] = {}
+        self._waiting: dict[int, Key] = {}
+        self._left: set[int] = set()
+
+    @contextlib.contextmanager
+    def joined(self, index: int) -> Iterator[None]:
+        """Take part as shard ``index``; at the end nobody waits for it any more."""
+        before, _current.member = _current.member, (self, index, [0])
+        try:
+            with self._changed:
+                self._wait_for_turn(index)
+            yield
+        finally:
+            _current.member = before
+            with self._changed:
+                self._left.add(index)
+                self._pass_on()
+
+    def exchange(self, index: int, key: Key, value: Any) -> list[Any]:
+        """Give ``value`` and return every shard's, in shard order; None for one that has ended.
+
+        Raises:
+            RuntimeError: the shards wait for different things: their code paths differ.
+        """
+        with self._changed:
+            box = self._boxes.setdefault(key, {})
+            box[index] = value
+            self._waiting[index] = key
+            self._pass_on()
+            while not self._is_complete(key):
+                if self._is_stuck():
+                    self._changed.notify_all()
+                    raise RuntimeError(
+                        "the shards wait for each other at different places: their forwards took "
+                        "different paths through a synchronised module; use sync_batch_norm=False "
+                        "or make the path independent of the rows"
+                    )
+                self._changed.wait()
+            self._waiting.pop(index, None)
+            self._readers[key] = self._readers.get(key, 0) + 1
+            if self._readers[key] == len(box):  # the last reader clears the table
+                del self._boxes[key], self._readers[key]
+            self._wait_for_turn(index)
+            return [box.get(shard) for shard in range(self._num_shards)]
+
+    def _is_complete(self, key: Key) -> bool:
+        box = self._boxes.get(key)
+        return box is None or len(box) + len(self._left - box.keys()) == self._num_shards
+
+    def _is_stuck(self) -> bool:
+        still_there = self._num_shards - len(self._left)
+        return len(self._waiting) == still_there and not any(
+            self._is_complete(key) for key in self._waiting.values()
+        )
+
+    def _can_run(self, index: int) -> bool:
+        if index in self._left:
+            return False
+        return index not in self._waiting or self._is_complete(self._waiting[index])
+
+    def _pass_on(self) -> None:
+        """Let the next shard run: the following one that can, in a circle."""
+        order = [(self._turn + 1 + i) % self._num_shards for i in range(self._num_shards)]
+        self._turn = next((index for index in order if self._can_run(index)), self._turn)
+        self._changed.notify_all()
+
+    def _wait_for_turn(self, index: int) -> None:
+        while self._serial and self._turn != index:
+            self._changed.wait()
+
+
+class _Current(threading.local):
+    member: tuple[Group, int, list[int]] | None = None
+
+
+_current = _Current()
+
+
+def current_group() -> Group | None:
+    """Return the group that the shard in this thread belongs to."""
+    return None if _current.member is None else _current.member[0]
+
+
+def all_reduce(value: Tensor, total: Total) -> Tensor:
+    """Return the sum of every shard's ``value``, the same in every shard. Differentiable.
+
+    Args:
+        value: this shard's part.
+        total: adds a list of tensors, one per shard, in the canonical order.
+
+    Exactness: every shard gets the same bits. The gradient of a sum is the sum of the gradients that
+        arrive in all shards; any order of derivative is a sum again.
+    """
+    assert _current.member is not None
+    _, _, counter = _current.member
+    counter[0] += 1
+    summed: Tensor = _AllReduce.apply(value, total, ("forward", counter[0]))
+    return summed
+
+
+class _AllReduce(torch.autograd.Function):
+    """A sum over shards whose backward is a sum over shards: R <-> P."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, total: Total, key: Key) -> Tensor:
+        assert _current.member is not None
+        group, index, _ = _current.member
+        ctx.total, ctx.key, ctx.num_backwards = total, key, 0
+        parts = [part for part in group.exchange(index, key, value) if part is not None]
+        return total(parts) if len(parts) > 1 else parts[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.num_backwards += 1  # each shard passes here equally often, so the keys agree
+        key = (*ctx.key, "backward", ctx.num_backwards)
+        return _AllReduce.apply(gradient, ctx.total, key), None, None

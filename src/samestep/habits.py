@@ -1,0 +1,159 @@
+"""What is learnt of a module by watching its forwards, and whether an attempt may stand.
+
+What it holds: :class:`Habits` (per wrapper) and :class:`Trial` (per attempt of a call). Two things cannot be
+known before a forward has run, and both would cost every model something:
+
+- *Does it draw random numbers?* If it does, every operation is looked at (about 1.5 us each). A model that
+  drew nothing is not looked at again until the module changes; but the default generator is watched,
+  and if it moved, the attempt is repeated with interception on. If it moves even then (a C++ extension
+  that draws), the shards run one at a time with the generator swapped.
+- *Does it write its own parameters?* Some modules initialise themselves from the first batch (ActNorm),
+  some move parameters in every forward (a momentum encoder). Replicas share the parameters' memory, so
+  K shards would write it at once, each from its own rows. So the parameters are copied before the first
+  call on several shards and compared after it. If one was written, the copies go back and the first call
+  runs on the whole batch; from then on each replica has a copy of its own of those parameters.
+
+Guarantees: an attempt that does not stand has left no trace in the source module or the generator.
+Costs: one temporary copy of the parameters, in the first call only.
+Must not: run anything itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import DrawWarning
+from samestep.replicas import ReplicaSet
+from samestep.rng import Draws, Watch
+from samestep.state import Changes
+
+__all__ = ["Habits", "Trial", "Verdict"]
+
+
+class Verdict(enum.Enum):
+    """What to do with an attempt."""
+
+    STANDS = "its outputs and state are the call's"
+    AGAIN = "run the shards again, now that more is known"
+    WHOLE = "run the whole batch on the source module"
+
+
+class Habits:
+    """What was learnt of one source module, valid until its tree changes.
+
+    Args:
+        replicas: the wrapper's replicas; their generation says when the tree changed.
+    """
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
+        self._is_probed = False
+        self._drawing = "intercept"
+        self._generation = -1
+
+    def start(self, module: nn.Module, *, can_watch: bool) -> Trial:
+        """Begin an attempt: call after the replicas are fresh, before any forward.
+
+        Args:
+            module: the source module.
+            can_watch: whether every shard draws from the CPU's default generator.
+        """
+        if self._replicas.generation != self._generation or not can_watch:
+            self._drawing, self._generation = "intercept", self._replicas.generation
+        probe = None if self._is_probed else _Probe(module)
+        return Trial(self, self._drawing, probe, can_watch=can_watch)
+
+    def _learn(self, drawing: str) -> None:
+        self._drawing, self._generation = drawing, self._replicas.generation
+
+    def _probed(self, written: list[nn.Parameter]) -> None:
+        self._is_probed = True
+        if written:
+            self._replicas.make_private(written)
+
+
+class Trial:
+    """One attempt of a call. Made by :meth:`Habits.start`.
+
+    Attributes:
+        draws: the call's source of seeds.
+        drawing: how the shards' random numbers are ruled: "watch", "intercept" or "swap".
+    """
+
+    def __init__(
+        self, habits: Habits, drawing: str, probe: _Probe | None, *, can_watch: bool
+    ) -> None:
+        self._habits = habits
+        self._probe = probe
+        self._can_watch = can_watch
+        self._watch = Watch()
+        self.drawing: Any = drawing
+        self.draws = Draws(peek=drawing == "watch")
+
+    def judge(self, changes: Changes) -> Verdict:
+        """Decide, after the forwards, whether the attempt stands; undo it if not."""
+        if self._probe is not None:
+            written = self._probe.written()
+            if written or changes.is_initialisation:
+                self.undo()
+                self._habits._probed(written)
+                return Verdict.WHOLE
+        if self._can_watch and self._watch.has_moved(self.draws) and self.drawing != "swap":
+            self.undo()
+            self._habits._learn(self._escalated())
+            return Verdict.AGAIN
+        self._habits._probed([])
+        if self._can_watch and self.drawing == "intercept" and not self.draws.is_used:
+            self._habits._learn("watch")
+        return Verdict.STANDS
+
+    def undo(self) -> None:
+        """Leave no trace in the parameters and the default generator."""
+        self._watch.restore()
+        self._habits._replicas.clear()
+        if self._probe is not None:
+            self._probe.restore()
+
+    def _escalated(self) -> str:
+        if self.drawing == "watch":
+            return "intercept"
+        warnings.warn(
+            "the model draws random numbers by a function that cannot be given a shard's generator; "
+            "its shards run one at a time from now on, so that the numbers stay reproducible. Draw "
+            "with torch's own functions to run in parallel",
+            DrawWarning,
+            stacklevel=2,
+        )
+        return "swap"
+
+
+class _Probe:
+    """Copies of a module's parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        with torch.no_grad(), torch.inference_mode(False):
+            self._saved: list[tuple[nn.Parameter, Tensor]] = [
+                (parameter, parameter.detach().clone()) for parameter in module.parameters()
+            ]
+
+    def written(self) -> list[nn.Parameter]:
+        """The parameters whose values are not what they were."""
+        return [parameter for parameter, saved in self._saved if not _is_equal(parameter, saved)]
+
+    def restore(self) -> None:
+        """Put the old values back."""
+        with torch.no_grad():
+            for parameter, saved in self._saved:
+                if not _is_equal(parameter, saved):
+                    parameter.detach().copy_(saved)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if one.layout != torch.strided:
+        one, other = one.detach().to_dense(), other.to_dense()
+    return one.shape == other.shape and torch.equal(one, other)

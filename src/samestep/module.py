@@ -1,0 +1,397 @@
+"""``DataParallel``: the whole batch in, the whole output out, the same step on K slots.
+
+What it holds: the wrapper. Its forward is four verbs: scatter, replicate, parallel_apply, gather. What is
+around them: the pass-through for one slot, the watched first call, the repeated call where the first
+attempt showed that random numbers were drawn after all, and the transparency of the wrapper.
+
+Guarantees: after a call, and also after a failed one, the source module is as one plain call would have
+left it (a failed one: as it was). Calls from several threads take turns.
+Must not: contain any of the ideas it composes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.context import current_shard, has_transforms, use_num_threads
+from samestep.devices import Device, Slot, is_serial_forced, plan_slots, resolve_device
+from samestep.engine import Engine, SerialEngine, ThreadEngine
+from samestep.functional import (
+    gather,
+    make_runner,
+    merge_state,
+    move,
+    replicate,
+    scatter,
+)
+from samestep.habits import Habits, Trial, Verdict
+from samestep.merge import check_out_dims
+from samestep.norm import has_batch_norm, install
+from samestep.replicas import Replica, ReplicaSet, ReplicaStats, has_lazy, home_device, replicas_of
+from samestep.split import SplitPlan, check_in_dims, explain_plan, plan_sizes, plan_split
+from samestep.state import StateWriter, check_buffers
+from samestep.step import run_shards
+from samestep.stitch import Runner
+from samestep.wrapper import Wrapper
+
+__all__ = ["DataParallel", "data_parallel"]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the user said, checked."""
+
+    slots: tuple[Slot, ...]
+    output: torch.device | None
+    dim: int
+    split: str | Sequence[float]
+    in_dims: Any
+    out_dims: Any
+    reduction: str
+    sync: bool
+    num_threads: int
+
+
+class _Runtime:
+    """What a wrapper keeps between calls and never saves: replicas, engines, the lock.
+
+    Copying or pickling it gives a fresh one.
+    """
+
+    def __init__(self, options: _Options, buffers: str | Mapping[str, str]) -> None:
+        self._arguments = (options, buffers)
+        self.lock = threading.RLock()
+        self.replicas = ReplicaSet(prepare=lambda replica: _prepare(replica, options.sync))
+        self.habits = Habits(self.replicas)
+        self.serial: Engine = SerialEngine(options.num_threads)
+        self.threads: Engine = ThreadEngine(options.num_threads)
+        self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
+        self.can_watch = all(slot.device.type == "cpu" for slot in options.slots)
+
+    def __reduce__(self) -> Any:
+        return _Runtime, self._arguments
+
+
+class DataParallel(Wrapper):
+    """Run any module on several devices, as one step.
+
+    The batch is cut into K shards, each runs on its slot's replica, outputs are joined, and gradients
+    are summed into the one module, in a fixed order.
+
+    Args:
+        module: the source module; it stays the only owner of parameters, gradients and state.
+        device_ids: devices, one per slot or fewer; repeated ones and ``"cpu"`` allowed. Default: every
+            accelerator, else the CPU. ``SAMESTEP_REPLICAS=3`` gives three slots to every wrapper that
+            names neither devices nor replicas.
+        output_device: where outputs land; None: the device of shard 0.
+        dim: the tensor dimension that counts rows.
+        replicas: K. Default: one per device.
+        split: ``"chunk"`` (torch.chunk's sizes), ``"balanced"``, or K weights.
+        in_dims: which dim of which argument counts rows, by parameter name or position; None in it
+            gives an argument whole to every shard; ``"rows"`` cuts a list.
+        out_dims: for outputs: a dim, or ``"mean"``, ``"sum"``, ``"first"``, ``"list"``, as a tree prefix or
+            ``{"key/path": ...}``.
+        reduction: what a 0-dim floating output becomes: ``"mean"`` weighted by rows, or ``"sum"``.
+        buffers: ``"merge"``, ``"mean"``, ``"sum"``, ``"first"``, ``"max"``, ``"min"``, or a rule per name.
+        sync_batch_norm: normalise with the whole batch's statistics.
+        threads_per_replica: intra-op threads of a CPU slot; part of what fixes the bits.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be met, with the reason and the remedy.
+
+    Exactness:
+        Run to run the same bits on the CPU. Equal to the plain module up to the order of additions if
+        the model does not mix rows or BatchNorm is synchronised; see docs/numerics.md.
+
+    Source:
+        The interface of ``torch.nn.DataParallel``.
+
+    Example:
+        >>> model = DataParallel(nn.Linear(5, 2), replicas=2)
+        >>> model(torch.randn(30, 5)).shape
+        torch.Size([30, 2])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        replicas: int | None = None,
+        split: str | Sequence[float] = "chunk",
+        in_dims: Any = None,
+        out_dims: Any = None,
+        reduction: str = "mean",
+        buffers: str | Mapping[str, str] = "merge",
+        sync_batch_norm: bool = False,
+        threads_per_replica: int = 1,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        slots = plan_slots(device_ids, replicas)
+        _check_options(dim, split, len(slots), reduction, threads_per_replica, sync_batch_norm)
+        check_in_dims(in_dims)
+        check_out_dims(out_dims)
+        check_buffers(buffers)
+        output = None
+        if output_device is not None:
+            output = resolve_device(output_device, argument="output_device")
+        self._samestep_options = _Options(
+            slots,
+            output,
+            dim,
+            split if isinstance(split, str) else tuple(split),
+            in_dims,
+            out_dims,
+            reduction,
+            sync_batch_norm,
+            threads_per_replica,
+        )
+        self._samestep_runtime = _Runtime(self._samestep_options, buffers)
+        self._samestep_is_single = len(slots) == 1
+        self.module = module
+
+    # -- The step ----------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the whole batch; see the class."""
+        if self._samestep_is_single:
+            args, kwargs = self._to_slot(args, kwargs)
+            return self.module(*args, **kwargs)
+        return self._run(None, args, kwargs)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run another method of the module in parallel, cut and joined like forward.
+
+        Args:
+            method: its name, such as ``"generate"``.
+
+        Raises:
+            AttributeError: the module has no such method.
+        """
+        function = getattr(self.module, method)
+        if self._samestep_is_single:
+            args, kwargs = self._to_slot(args, kwargs)
+            return function(*args, **kwargs)
+        return self._run(method, args, kwargs)
+
+    def _run(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if current_shard() is not None or has_transforms():
+            return self._call_source(method, args, kwargs)  # already parallel, or torch.func's
+        options, runtime = self._samestep_options, self._samestep_runtime
+        with runtime.lock:
+            plan = self._plan(method, args, kwargs)
+            is_whole = plan.num_shards == 1 and options.slots[0].device == home_device(self.module)
+            if is_whole or has_lazy(self.module):
+                # One shard, or parameters that get their shape from the first batch.
+                return self._call_source(method, args, kwargs)
+            try:
+                return self._step(plan, method, args, kwargs)
+            except BaseException as error:
+                runtime.replicas.clear()  # what the forwards wrote in them is not the source's
+                joined = _join_single_rows(plan, error)
+                if joined is None:
+                    raise
+            return self._step(joined, method, args, kwargs)
+
+    def _step(
+        self, plan: SplitPlan, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        options, runtime = self._samestep_options, self._samestep_runtime
+        slots, rows = [options.slots[i] for i in plan.slots or (0,)], plan.sizes or (0,)
+
+        shards = scatter((args, kwargs), options.slots, plan=plan)
+        replicas = replicas_of(replicate(self.module, slots, keep=runtime.replicas))
+        trial = runtime.habits.start(self.module, can_watch=runtime.can_watch)
+        try:
+            outputs, changes = run_shards(
+                replicas, shards, self._runner(slots, rows, trial), method=method
+            )
+        except BaseException:
+            trial.undo()
+            raise
+        verdict = trial.judge(changes)
+        if verdict is Verdict.WHOLE:
+            return self._call_source(method, args, kwargs)
+        if verdict is Verdict.AGAIN:
+            return self._step(plan, method, args, kwargs)
+        output = gather(
+            outputs,
+            options.output,
+            options.dim,
+            rows=rows,
+            out_dims=options.out_dims,
+            reduction=options.reduction,
+        )
+        runtime.writer.write(changes, replicas, rows)
+        runtime.replicas.mark_dirty(changes.cells)
+        runtime.replicas.mark_moved([links[0].source for links in changes.written])
+        return output
+
+    def _runner(self, slots: Sequence[Slot], rows: Sequence[int], trial: Trial) -> Runner:
+        options, runtime = self._samestep_options, self._samestep_runtime
+        is_serial = is_serial_forced() or trial.drawing == "swap"
+        return make_runner(
+            runtime.serial if is_serial else runtime.threads,
+            [slot.device for slot in slots],
+            rows,
+            drawing=trial.drawing,
+            together=options.sync and has_batch_norm(self.module),
+            draws=trial.draws,
+            home=home_device(self.module),
+        )
+
+    def _plan(self, method: str | None, args: Any, kwargs: Any) -> SplitPlan:
+        options = self._samestep_options
+        return plan_split(
+            args,
+            kwargs,
+            num_slots=len(options.slots),
+            dim=options.dim,
+            in_dims=options.in_dims,
+            split=options.split,
+            parameter_names=() if options.in_dims is None else self._parameter_names(method),
+        )
+
+    def _parameter_names(self, method: str | None) -> list[str]:
+        function = getattr(self.module, method or "forward")
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        found = inspect.signature(function).parameters.values()
+        return [parameter.name for parameter in found if parameter.kind in kinds]
+
+    def _call_source(self, method: str | None, args: Any, kwargs: Any) -> Any:
+        """One call with everything, on the source module."""
+        function = self.module if method is None else getattr(self.module, method)
+        args, kwargs = self._to_slot(args, kwargs)
+        with use_num_threads(self._samestep_options.num_threads):
+            return function(*args, **kwargs)
+
+    def _to_slot(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments for a call on the source module: on its device if that is an accelerator."""
+        if self._samestep_runtime.can_watch:
+            return args, kwargs
+        moved: tuple[Any, Any] = move((args, kwargs), home_device(self.module))
+        return moved
+
+    # -- Looking in --------------------------------------------------------------------------
+
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """Say, argument by argument, what a call would do with it. Runs nothing.
+
+        Example:
+            >>> model = DataParallel(nn.Linear(5, 2), replicas=3)
+            >>> print(model.explain(torch.randn(30, 5)))
+            args[0] float32 [30, 5]: cut on dim 0 into 10 10 10
+        """
+        return explain_plan(self._plan(None, args, kwargs))
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The K slots."""
+        return self._samestep_options.slots
+
+    @property
+    def num_replicas(self) -> int:
+        """K, the number of slots."""
+        return len(self._samestep_options.slots)
+
+    def stats(self) -> ReplicaStats:
+        """What the replicas have cost so far: builds, updates, bytes copied."""
+        return self._samestep_runtime.replicas.stats()
+
+    def refresh(self, force: bool = False) -> None:
+        """Bring all replicas up to date now.
+
+        Args:
+            force: copy every tensor that a replica holds as a copy: for writes through ``.data``, which
+                torch does not count as changes.
+        """
+        runtime = self._samestep_runtime
+        with runtime.lock:
+            runtime.replicas.refresh(self.module, self.slots, force=force)
+
+    def extra_repr(self) -> str:
+        """What is shown by ``print(model)`` beside the module."""
+        kinds = [str(slot.device) for slot in self.slots]
+        return f"slots=[{', '.join(kinds)}], split={self._samestep_options.split!r}"
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Run ``module`` once on several slots; the function form of :class:`DataParallel`.
+
+    Args:
+        module: the source module.
+        inputs: a tuple of positional arguments, or one single argument.
+        device_ids, output_device, dim: as in :class:`DataParallel`.
+        module_kwargs: keyword arguments of the module.
+
+    Source:
+        The signature of ``torch.nn.parallel.data_parallel``.
+
+    Example:
+        >>> data_parallel(nn.Linear(5, 2), torch.randn(30, 5), ["cpu", "cpu"]).shape
+        torch.Size([30, 2])
+    """
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    return DataParallel(module, device_ids, output_device, dim)(*args, **(module_kwargs or {}))
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _check_options(
+    dim: Any, split: Any, num_slots: int, reduction: Any, num_threads: Any, sync: Any
+) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {dim!r}")
+    plan_sizes(num_slots, num_slots, split)  # raises for a bad split
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+    if isinstance(num_threads, bool) or not isinstance(num_threads, int):
+        raise TypeError(f"threads_per_replica must be an int, got {num_threads!r}")
+    if num_threads < 1:
+        raise ValueError(f"threads_per_replica must be at least 1, got {num_threads}")
+    if not isinstance(sync, bool):
+        raise TypeError(f"sync_batch_norm must be True or False, got {sync!r}")
+
+
+def _prepare(replica: Replica, sync: bool) -> None:
+    replica.norms = install(replica.follower.modules, sync=sync)
+
+
+def _join_single_rows(plan: SplitPlan, error: BaseException) -> SplitPlan | None:
+    """A plan without shards of one row, if such a shard is why a BatchNorm refused to run.
+
+    The plain module runs on this batch, so a batch that happens to end in a shard of one row must
+    not stop a training; None if the error has another cause.
+    """
+    is_cause = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
+    if not is_cause or 1 not in plan.sizes or plan.num_shards < 2:
+        return None
+    sizes, slots = list(plan.sizes), list(plan.slots)
+    while 1 in sizes and len(sizes) > 1:
+        at = sizes.index(1)
+        other = at - 1 if at else 1
+        sizes[other] += sizes.pop(at)
+        slots.pop(at)
+    return replace(plan, sizes=tuple(sizes), slots=tuple(slots))

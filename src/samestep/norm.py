@@ -1,0 +1,194 @@
+"""BatchNorm over shards: statistics of the whole batch.
+
+What it holds: two forwards that replicas of BatchNorm modules get instead of their own, and
+:func:`merge_statistics`. Why: each shard sees its own rows only, so the running statistics that it
+would leave are its own; and averaging variances forgets how far apart the shards' means lie.
+
+- :func:`record`: the module's own forward, then a note of what this call did to the running
+  statistics. After the step the notes are pooled: the source module ends up with the statistics of
+  the whole batch, as if it had seen it.
+- :func:`synchronise`: ``sync_batch_norm=True``. The shards exchange sums in forward and backward, so
+  the normalisation itself uses the whole batch's statistics. Plain differentiable operations around one
+  differentiable sum, hence any order of derivative.
+
+Exactness: statistics equal the plain module's up to rounding (docs/numerics.md).
+Must not: write to the source module before every shard has ended.
+Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+variances", 1979 (pooling); Ioffe, Szegedy, "Batch normalization", 2015.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from samestep.group import all_reduce, current_group
+from samestep.reduce import tree_sum
+
+__all__ = ["CallStatistics", "NormRecord", "has_batch_norm", "install", "merge_statistics"]
+
+
+@dataclass(frozen=True)
+class CallStatistics:
+    """What one call of a BatchNorm module saw: values per channel, mean, unbiased variance."""
+
+    count: int
+    mean: Tensor
+    variance: Tensor
+    factor: float  # the weight of this call in the running statistics
+
+
+@dataclass
+class NormRecord:
+    """The calls of one BatchNorm replica in one step."""
+
+    module: nn.Module
+    calls: list[CallStatistics] = field(default_factory=list)
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether a submodule normalises with batch statistics."""
+    return any(isinstance(child, _BatchNorm) for child in module.modules())
+
+
+def install(pairs: Sequence[tuple[nn.Module, nn.Module]], *, sync: bool) -> list[NormRecord]:
+    """Give every BatchNorm replica its forward.
+
+    Args:
+        pairs: (source module, replica) of every submodule.
+        sync: whether the shards normalise with common statistics.
+
+    Returns:
+        One record per BatchNorm replica, in the order of ``pairs``.
+    """
+    records = []
+    for source, replica in pairs:
+        if isinstance(replica, _BatchNorm) and not isinstance(replica, torch.jit.ScriptModule):
+            found = NormRecord(source)
+            forward = type(replica).forward
+            chosen = synchronise if sync else record
+            replica.__dict__["forward"] = functools.partial(chosen, replica, forward, found)
+            records.append(found)
+    return records
+
+
+def record(module: _BatchNorm, forward: Any, found: NormRecord, input: Tensor) -> Tensor:
+    """Run ``forward`` and note what the call did to the running statistics."""
+    if not module.training or module.running_mean is None or module.running_var is None:
+        output: Tensor = forward(module, input)
+        return output
+    mean, variance = module.running_mean.clone(), module.running_var.clone()
+    output = forward(module, input)
+    factor = _factor(module)
+    if factor:
+        # new = (1 - factor) * old + factor * batch, solved for the batch's value.
+        batch = [
+            ((after.double() - before.double()) / factor + before.double())
+            for before, after in ((mean, module.running_mean), (variance, module.running_var))
+        ]
+        count = input.numel() // input.size(1)
+        found.calls.append(CallStatistics(count, batch[0].detach(), batch[1].detach(), factor))
+    return output
+
+
+def synchronise(module: _BatchNorm, forward: Any, found: NormRecord, input: Tensor) -> Tensor:
+    """Normalise with the statistics of all shards' rows."""
+    uses_batch = module.training or module.running_mean is None
+    if not uses_batch or current_group() is None:
+        return record(module, forward, found, input)
+    if isinstance(module, nn.SyncBatchNorm):
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+    else:
+        module._check_input_dim(input)
+    dims = [d for d in range(input.dim()) if d != 1]
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    wide = input if input.dtype in (torch.float32, torch.float64) else input.float()
+    rows = wide.new_full((1,), wide.numel() // wide.size(1))
+    first = all_reduce(torch.cat([wide.sum(dims), rows]), tree_sum)
+    count = first[-1].detach()
+    if count <= 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {int(count)} in all shards"
+        )
+    mean = first[:-1] / count
+    centred = wide - mean.view(shape)
+    variance = all_reduce((centred * centred).sum(dims), tree_sum) / count
+    output = centred * torch.rsqrt(variance + module.eps).view(shape)
+    if module.weight is not None:
+        output = output * module.weight.view(shape)
+    if module.bias is not None:
+        output = output + module.bias.view(shape)
+    if module.training and module.running_mean is not None and module.running_var is not None:
+        _update_running(module, mean.detach(), variance.detach() * (count / (count - 1)))
+    return output.to(input.dtype)
+
+
+def merge_statistics(records: Sequence[NormRecord]) -> dict[str, Tensor] | None:
+    """Pool the shards' statistics of one BatchNorm module.
+
+    Args:
+        records: one per shard, of the same module.
+
+    Returns:
+        New values of ``running_mean``, ``running_var`` and ``num_batches_tracked``; None if the shards
+        called the module unequally often (nothing can be pooled then) or not at all.
+    """
+    counts = {len(found.calls) for found in records}
+    if len(counts) != 1 or counts == {0}:
+        return None
+    module: Any = records[0].module
+    mean, variance = module.running_mean.double(), module.running_var.double()
+    for calls in zip(*(found.calls for found in records), strict=True):
+        pooled = _pool(calls)
+        mean = (1 - pooled.factor) * mean + pooled.factor * pooled.mean.to(mean.device)
+        variance = (1 - pooled.factor) * variance + pooled.factor * pooled.variance.to(mean.device)
+    merged = {
+        "running_mean": mean.to(module.running_mean.dtype),
+        "running_var": variance.to(module.running_var.dtype),
+    }
+    if module.num_batches_tracked is not None:
+        merged["num_batches_tracked"] = module.num_batches_tracked + counts.pop()
+    return merged
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _pool(calls: Sequence[CallStatistics]) -> CallStatistics:
+    """Statistics of the union: means weighted by count; variance within plus variance between."""
+    total = sum(call.count for call in calls)
+    mean = tree_sum([call.mean * (call.count / total) for call in calls])
+    squares = tree_sum(
+        [
+            call.variance * (call.count - 1) + (call.mean - mean.to(call.mean.device)) ** 2 * call.count
+            for call in calls
+        ]
+    )
+    return CallStatistics(total, mean, squares / (total - 1), calls[0].factor)
+
+
+def _factor(module: _BatchNorm) -> float:
+    """The weight of the last call in the running statistics, after the counter went up."""
+    if module.momentum is not None:
+        return module.momentum
+    return 1.0 / float(module.num_batches_tracked) if module.num_batches_tracked is not None else 0.0
+
+
+def _update_running(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    """As torch does it; every shard computes the same bits, so they agree afterwards."""
+    assert module.running_mean is not None and module.running_var is not None
+    with torch.no_grad():
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+        factor = _factor(module)
+        module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
+        module.running_var.lerp_(variance.to(module.running_var.dtype), factor)

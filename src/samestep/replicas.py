@@ -1,0 +1,462 @@
+"""Replicas: the module as each slot sees it, kept from call to call and always fresh.
+
+What it holds: :class:`Replica` (one slot's copy of the module tree) and :class:`ReplicaSet` (all of
+them, and what is needed to see at the next call that nothing has changed). Why:
+``torch.nn.parallel.replicate`` copies every parameter at every call and returns modules without
+parameters; here a replica is a real module, made once.
+
+How a tensor of the source module appears in a replica:
+
+=========================  ===================================================================
+parameter, or any tensor   an alias: a leaf of its own over the source's memory (no bytes), so that
+that requires grad         each shard's graph ends in its replica; on another device a copy
+any other tensor           a private copy: a forward may write it, and shards must not race
+(buffers above all)
+=========================  ===================================================================
+
+Guarantees: :meth:`ReplicaSet.refresh` returns replicas that equal the source module as it is now. If
+nothing changed since the last call it copies no byte and makes no tensor.
+Must not: run a forward, or write to the source module.
+
+[Note: what is noticed]
+An attribute, container entry or hook that was exchanged is seen by identity; an in-place write by
+the tensor's version; ``p.data = ...`` and ``module.to(...)`` by the address; a flipped
+``requires_grad`` by its value. Aliases need no version: their memory is the source's. Not seen: a
+write through ``.data`` into a tensor that is held as a copy (``refresh(force=True)`` is for that).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from samestep.devices import Slot
+from samestep.errors import ReplicaError
+from samestep.follow import Follower, Snapshot
+from samestep.norm import NormRecord
+
+__all__ = [
+    "Link",
+    "Replica",
+    "ReplicaSet",
+    "ReplicaStats",
+    "find_replica",
+    "has_lazy",
+    "home_device",
+    "replicas_of",
+]
+
+
+@dataclass
+class Link:
+    """One source tensor and what it is in a replica."""
+
+    source: Tensor
+    copy: Tensor
+    path: str
+    is_alias: bool  # of the source's memory
+    is_private: bool  # may be written by the forward
+    is_suspect: bool = False  # a parameter that forwards write, perhaps through ``.data``
+    seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the copy was written in place since the call began."""
+        if self.is_alias:  # only ``parameter.data = ...`` parts an alias from its source
+            return self.copy.data_ptr() != self.source.data_ptr()
+        if self.is_suspect:
+            return not torch.equal(self.copy, self.source)
+        return _version(self.copy) != self.seen[1]
+
+    def is_stale(self) -> bool:
+        """Whether the source may hold other values than the copy. Unknown versions count so."""
+        return self.is_suspect or self.seen != (_version(self.source), _version(self.copy)) or -1 in self.seen
+
+    def mark_equal(self) -> None:
+        """Source and copy hold the same values now."""
+        self.seen = (_version(self.source), _version(self.copy))
+
+
+@dataclass(frozen=True)
+class ReplicaStats:
+    """What a :class:`ReplicaSet` did since it was made.
+
+    Attributes:
+        num_builds: replicas built from nothing.
+        num_updates: cells (dictionaries, lists) brought up to date.
+        num_copied: tensors copied.
+        copied_bytes: their bytes.
+    """
+
+    num_builds: int
+    num_updates: int
+    num_copied: int
+    copied_bytes: int
+
+
+class Replica:
+    """One slot's copy of the source module.
+
+    Args:
+        source: the module to replicate.
+        slot: whose replica this is.
+        share: False: hold copies even of parameters on the same device (as on another device).
+
+    Attributes:
+        module: the copy, a real module of the same class.
+        links: by id of the source tensor.
+        norms: what its BatchNorm modules saw in the last forward.
+    """
+
+    def __init__(
+        self, source: nn.Module, slot: Slot, *, share: bool = True, written: Container[int] = ()
+    ) -> None:
+        self.slot = slot
+        self.norms: list[NormRecord] = []
+        self.links: dict[int, Link] = {}
+        self._share = share
+        self._written = written
+        self._by_copy: dict[int, Link] = {}
+        self._targets: dict[int, Any] = {}
+        self.follower = Follower(source, self._link)
+        for link in self.links.values():
+            if isinstance(link.source, nn.Parameter):
+                # What the user put on a parameter belongs to the replica's parameter too.
+                self.follower.add_cell(link.source.__dict__, link.copy.__dict__, link.path)
+        self._targets = {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
+        self.snapshot = Snapshot([target for _, target in self.follower.cells])
+        _registry[self.module] = self
+
+    @property
+    def module(self) -> nn.Module:
+        """The replica itself."""
+        return self.follower.root
+
+    def original(self, value: Any) -> Any:
+        """Return the source's object that ``value`` is this replica's copy of, or ``value``."""
+        link = self._by_copy.get(id(value))
+        return self.follower.original(value) if link is None else link.source
+
+    def target(self, cell: Any) -> Any:
+        """Return this replica's copy of a source cell; None if it has none."""
+        index = self._targets.get(id(cell))
+        return None if index is None else self.follower.cells[index][1]
+
+    def update(self, cells: Iterable[Any]) -> int:
+        """Bring the copies of these source cells up to date; returns how many there were."""
+        indices = [self._targets[id(cell)] for cell in cells if id(cell) in self._targets]
+        for index in indices:
+            self.follower.update(index)
+        return len(indices)
+
+    def prune(self, live: set[int]) -> None:
+        """Forget the tensors that the source no longer holds."""
+        for key in [key for key in self.links if key not in live]:
+            self._by_copy.pop(id(self.links.pop(key).copy), None)
+
+    def relink(self, source: Tensor) -> None:
+        """Drop the copy of ``source``; the next update makes a new one."""
+        link = self.links.pop(id(source), None)
+        if link is not None:
+            self._by_copy.pop(id(link.copy), None)
+
+    def _link(self, source: Tensor, path: str) -> Tensor:
+        found = self.links.get(id(source))
+        if found is not None:
+            return found.copy
+        is_suspect = id(source) in self._written
+        is_private = is_suspect or not (isinstance(source, nn.Parameter) or source.requires_grad)
+        is_alias = self._share and not is_private and source.device == self.slot.device
+        with torch.inference_mode(False), torch.no_grad():
+            data = source.detach()
+            if not is_alias:
+                data = _copy_to(data, self.slot.device)
+            copy = _as_leaf(data, source)
+        tags = self.target(getattr(source, "__dict__", None))
+        if tags is not None:
+            copy.__dict__ = tags  # a parameter that was linked before keeps what hangs on it
+        link = Link(source, copy, path, is_alias, is_private, is_suspect)
+        link.mark_equal()
+        self.links[id(source)] = self._by_copy[id(copy)] = link
+        return copy
+
+
+class ReplicaSet:
+    """The replicas of one source module, by slot.
+
+    Args:
+        share: see :class:`Replica`.
+        prepare: called with each new replica, to install what its forward needs (statistics).
+    """
+
+    def __init__(
+        self, *, share: bool = True, prepare: Callable[[Replica], None] | None = None
+    ) -> None:
+        self._share = share
+        self._prepare = prepare or (lambda replica: None)
+        self._counts = [0, 0, 0, 0]
+        self._source: nn.Module | None = None
+        self._written: dict[int, Tensor] = {}
+        #: Counts up whenever a module was exchanged or train()/eval() was called.
+        self.generation = 0
+        self.clear()
+
+    def stats(self) -> ReplicaStats:
+        """What was done so far."""
+        return ReplicaStats(*self._counts)
+
+    def clear(self) -> None:
+        """Drop every replica; the next refresh builds them anew."""
+        self._replicas: dict[int, Replica] = {}
+        self._snapshot: Snapshot | None = None
+        self._untracked: Snapshot | None = None
+        self._dirty: dict[int, Any] = {}
+        self._tensors: list[Tensor] = []  # every tensor of the source, and beside it:
+        self._stamps: list[Any] = []  # what would show that its memory was exchanged
+        self._listed = False  # whether the two lists are those of the tree as it is now
+        self._moved: list[Tensor] = []
+        self.generation += 1
+
+    def mark_dirty(self, cells: Sequence[Any]) -> None:
+        """A forward changed its copies of these source cells: renew them at the next refresh."""
+        self._dirty.update((id(cell), cell) for cell in cells)
+
+    def mark_moved(self, tensors: Sequence[Tensor]) -> None:
+        """A forward gave its aliases of these tensors other memory: make new ones."""
+        self._moved.extend(tensors)
+
+    def make_private(self, tensors: Sequence[Tensor]) -> None:
+        """Forwards write these tensors: let each replica have a copy of its own from now on."""
+        self._written.update((id(tensor), tensor) for tensor in tensors)
+        self.clear()
+
+    def refresh(
+        self, source: nn.Module, slots: Sequence[Slot], *, force: bool = False
+    ) -> list[Replica]:
+        """Return the replicas of ``slots``, equal to ``source`` as it is now.
+
+        Args:
+            source: the source module.
+            slots: those that have a shard in this call.
+            force: copy every tensor that is held as a copy, whatever its version says.
+
+        Raises:
+            ReplicaError: the module lies on several devices, or a function in it cannot be rebound.
+        """
+        if source is not self._source:
+            self.clear()
+            self._source = source
+        if self._snapshot is not None and not self._follow():
+            self.clear()
+        for slot in slots:
+            if slot.index not in self._replicas:
+                self._build(source, slot)
+        replicas = [self._replicas[slot.index] for slot in slots]
+        self._follow_tensors()
+        for replica in replicas:
+            self._renew(replica, force)
+        return replicas
+
+    # -- Following the module tree -----------------------------------------------------------
+
+    def _build(self, source: nn.Module, slot: Slot) -> None:
+        home_device(source)
+        replica = Replica(source, slot, share=self._share, written=self._written)
+        self._prepare(replica)
+        replica.snapshot.take()
+        self._replicas[slot.index] = replica
+        self._counts[0] += 1
+        if self._snapshot is None:
+            self._snapshot = Snapshot([cell for cell, _ in replica.follower.cells])
+            self._untracked = Snapshot(replica.follower.untracked)
+        self._listed = False
+
+    def _follow(self) -> bool:
+        """Bring all replicas up to date; False if that needs new ones."""
+        assert self._snapshot is not None and self._untracked is not None
+        if not self._untracked.is_current():
+            return False
+        if self._snapshot.is_current() and not self._dirty:
+            return True
+        cells = dict(self._dirty)
+        first = next(iter(self._replicas.values())).follower
+        for index in self._snapshot.changed():
+            cell, before = first.cells[index][0], self._snapshot.content(index)
+            new = [value for value in _values(cell) if not _contains(_values(before), value)]
+            if not all(_is_known(r, value) for r in self._replicas.values() for value in new):
+                return False
+            if isinstance(cell, dict) and cell.get("training") is not before.get("training"):
+                self.generation += 1
+            cells[id(cell)] = cell
+        self._dirty = {}
+        self._snapshot.take()
+        self._update(list(cells.values()))
+        return True
+
+    def _update(self, cells: Sequence[Any]) -> None:
+        assert self._snapshot is not None
+        live = {id(tensor) for tensor in self._snapshot.tensors()}
+        for replica in self._replicas.values():
+            self._counts[1] += replica.update(cells)
+            self._prepare(replica)
+            replica.prune(live)
+            replica.snapshot.take()
+        self._listed = False
+
+    # -- Following tensors -------------------------------------------------------------------
+
+    def _follow_tensors(self) -> None:
+        """Make new aliases where a tensor's memory was exchanged; carry requires_grad over."""
+        stamps = [_stamp(tensor) for tensor in self._tensors]
+        if self._listed and stamps == self._stamps and not self._moved:
+            return
+        moved = [
+            tensor
+            for tensor, before, now in zip(self._tensors, self._stamps, stamps, strict=True)
+            if before[0] != now[0]
+        ]
+        if moved or self._moved:
+            self._relink(moved + self._moved)
+            self._moved = []
+        first = next(iter(self._replicas.values()))
+        self._tensors = [link.source for link in first.links.values()]
+        self._stamps = [_stamp(tensor) for tensor in self._tensors]
+        self._listed = True
+        for replica in self._replicas.values():
+            for link in replica.links.values():
+                if not link.is_private and link.copy.requires_grad != link.source.requires_grad:
+                    link.copy.requires_grad_(link.source.requires_grad)
+
+    def _relink(self, moved: list[Tensor]) -> None:
+        assert self._snapshot is not None
+        follower = next(iter(self._replicas.values())).follower
+        ids = {id(tensor) for tensor in moved}
+        holding = [cell for cell, _ in follower.cells if _holds(cell, ids)]
+        for replica in self._replicas.values():
+            for tensor in moved:
+                replica.relink(tensor)
+        self._update(holding)
+
+    def _renew(self, replica: Replica, force: bool) -> None:
+        """Copy what is held as a copy and is out of date: in the source, or written by a forward."""
+        stale = [
+            link
+            for link in replica.links.values()
+            if not link.is_alias and (force or link.is_stale())
+        ]
+        if not stale:
+            return
+        with torch.no_grad():
+            _copy_all([link.copy.detach() for link in stale], [link.source for link in stale])
+        for link in stale:
+            link.mark_equal()
+        self._counts[2] += len(stale)
+        self._counts[3] += sum(_num_bytes(link.source) for link in stale)
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+# Weak: a replica lives as long as its set.
+_registry: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
+
+
+def find_replica(module: nn.Module) -> Replica | None:
+    """Return the record of a replica that is in use; None for any other module."""
+    return _registry.get(module)
+
+
+def replicas_of(modules: Sequence[nn.Module]) -> list[Replica]:
+    """Return the records of modules that are replicas in use."""
+    return [_registry[module] for module in modules]
+
+
+def home_device(module: nn.Module) -> torch.device:
+    """Return the one device on which the module's parameters and buffers lie; the CPU if none.
+
+    Raises:
+        ReplicaError: they lie on several devices.
+    """
+    found: dict[torch.device, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        found.setdefault(tensor.device, name)
+        if len(found) > 1:
+            (first, one), (second, other) = found.items()
+            raise ReplicaError(
+                f"the module lies on several devices ({one!r} on {first}, {other!r} on {second}); "
+                f"a replica needs one. Move it to one device, or leave it unwrapped: it is "
+                f"spread already"
+            )
+    return next(iter(found), torch.device("cpu"))
+
+
+def has_lazy(module: nn.Module) -> bool:
+    """Whether a parameter or buffer has no shape yet (``nn.Lazy...``)."""
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _as_leaf(data: Tensor, source: Tensor) -> Tensor:
+    """A leaf over ``data`` that looks like ``source``: its class, and whether it needs a gradient."""
+    if isinstance(source, nn.Parameter):
+        # Not nn.Parameter(data): a subclass may have a constructor of its own.
+        return torch.Tensor._make_subclass(type(source), data, source.requires_grad)
+    return data.requires_grad_(source.requires_grad)
+
+
+def _copy_to(data: Tensor, device: torch.device) -> Tensor:
+    copied = data.to(device)
+    return copied.clone() if copied is data else copied
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if all(t.layout == torch.strided for t in targets):
+        torch._foreach_copy_(targets, [source.detach() for source in sources])
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source.detach())
+
+
+def _version(tensor: Tensor) -> int:
+    """The in-place version; -1 where torch keeps none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _stamp(tensor: Tensor) -> tuple[Any, bool]:
+    """What changes when the tensor's memory is exchanged, and ``requires_grad``."""
+    if tensor.layout != torch.strided:
+        return (tensor._version, tensor.shape), tensor.requires_grad
+    return (tensor.data_ptr(), tensor.shape), tensor.requires_grad
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _values(cell: Any) -> Iterable[Any]:
+    return cell.values() if isinstance(cell, dict) else cell
+
+
+def _contains(values: Iterable[Any], wanted: Any) -> bool:
+    return any(value is wanted for value in values)
+
+
+def _is_known(replica: Replica, value: Any) -> bool:
+    """Whether ``value`` can be copied without new cells: a new parameter brings its tags along."""
+    if isinstance(value, nn.Parameter):
+        return id(value) in replica.links
+    return replica.follower.is_known(value)
+
+
+def _holds(cell: Any, ids: set[int]) -> bool:
+    return any(_is_in(value, ids) for value in _values(cell))
+
+
+def _is_in(value: Any, ids: set[int]) -> bool:
+    return id(value) in ids or (type(value) is tuple and any(_is_in(v, ids) for v in value))

@@ -1,0 +1,334 @@
+"""What the shards' forwards wrote, brought back to the source module.
+
+What it holds: :func:`collect` (what did each replica change?), and :class:`StateWriter`, which decides
+one value for each change and writes it. Why: replicas are copies, so without this ``self.counter += 1``,
+a running statistic or a stored hidden state would be lost, silently.
+
+The rules, for a value written by the shards:
+
+- a buffer (in place or rebound): BatchNorm statistics are pooled; otherwise by ``buffers=``: "merge" (the
+  row-weighted mean of floating values, integers and flags that agree), "mean", "sum" (of what each shard
+  added), "first", "max", "min";
+- any other attribute or container entry: tensors with a row per row are gathered like outputs,
+  equal values are written as they are, and what differs is not written: one warning names it;
+- a removed attribute is removed.
+
+Guarantees: everything is decided before anything is written, so an error leaves the source module as
+it was. A value that a replica shares with the source (a submodule, a parameter) is written back as the
+source's own object.
+Must not: run anything, or know where outputs go.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import MergeError, StateWarning
+from samestep.norm import merge_statistics
+from samestep.reduce import tree_sum
+from samestep.replicas import Link, Replica
+
+__all__ = ["BUFFER_RULES", "Changes", "StateWriter", "check_buffers", "collect"]
+
+BUFFER_RULES = ("merge", "mean", "sum", "first", "max", "min")
+MISSING = object()  # the shard has no such entry
+
+
+@dataclass
+class Entry:
+    """One entry of one source cell that at least one shard changed."""
+
+    cell: Any
+    key: Any  # of a dict; None: a list, set or deque, changed as a whole
+    path: str
+    values: list[Any]  # one per shard, in terms of the source's objects
+    is_buffer: bool
+
+
+@dataclass
+class Changes:
+    """What the forwards of one step wrote.
+
+    Attributes:
+        entries: attributes, container entries, rebound buffers.
+        written: per source tensor written in place, each shard's link to its copy.
+        cells: source cells whose copies differ from them now.
+        is_initialisation: a flag was set, or a module or parameter was made: this forward initialises
+            itself from the data it sees.
+    """
+
+    entries: list[Entry]
+    written: list[list[Link]]
+    cells: list[Any]
+    is_initialisation: bool
+
+    def values(self) -> list[list[Any]]:
+        """Per shard, the values of all entries: they may be part of the shards' graphs."""
+        if not self.entries:
+            return []
+        num_shards = len(self.entries[0].values)
+        return [[entry.values[k] for entry in self.entries] for k in range(num_shards)]
+
+    def replace(self, values: Sequence[Sequence[Any]]) -> None:
+        """Put other values (the same, tied to the caller's graph) in the place of these."""
+        for i, entry in enumerate(self.entries):
+            entry.values = [row[i] for row in values]
+
+
+def collect(replicas: Sequence[Replica]) -> Changes:
+    """See what the forwards changed in their replicas, one per shard."""
+    written: dict[int, list[Link]] = {}
+    for replica in replicas:
+        for key, link in replica.links.items():
+            if link.was_written:
+                written[key] = []
+    for key, links in written.items():
+        links.extend(replica.links[key] for replica in replicas)
+    changed = [
+        [] if replica.snapshot.is_current() else replica.snapshot.changed() for replica in replicas
+    ]
+    keys: dict[tuple[int, Any], tuple[Any, str]] = {}
+    for replica, indices in zip(replicas, changed, strict=True):
+        for index in indices:
+            source, target = replica.follower.cells[index]
+            before = replica.snapshot.content(index)
+            for key in _changed_keys(target, before):
+                keys[id(source), key] = (source, replica.follower.paths[index])
+    entries = [
+        Entry(cell, key, path, [_read(r, cell, key) for r in replicas], path.endswith("._buffers"))
+        for (_, key), (cell, path) in keys.items()
+    ]
+    cells = {id(cell): cell for cell, _ in keys.values()}
+    is_new = any(_initialises(entry, replicas) for entry in entries)
+    is_flag = any(_is_flag_set(links) for links in written.values())
+    return Changes(entries, list(written.values()), list(cells.values()), is_new or is_flag)
+
+
+class StateWriter:
+    """Decides and writes. One per wrapper; remembers what it has warned of.
+
+    Args:
+        buffers: the rule for buffers, or a rule per buffer name (others: "merge").
+        merge: joins values like outputs: ``merge(values, rows)``; raises MergeError.
+    """
+
+    def __init__(
+        self,
+        buffers: str | Mapping[str, str],
+        merge: Callable[[Sequence[Any], Sequence[int]], Any],
+    ) -> None:
+        self._buffers = buffers
+        self._merge = merge
+        self._warned: set[str] = set()
+
+    def write(
+        self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]
+    ) -> None:
+        """Bring ``changes`` back to the source module.
+
+        Args:
+            changes: from :func:`collect`, of the shards with rows.
+            replicas: of the same shards.
+            rows: B_k of each shard.
+
+        Raises:
+            MergeError: an integer buffer differs between the shards and has no rule.
+        """
+        done: set[int] = set()
+        decided: list[Callable[[], Any]] = []
+        for records in zip(*(replica.norms for replica in replicas), strict=True):
+            merged = merge_statistics(records)
+            for name, value in (merged or {}).items():
+                buffer = getattr(records[0].module, name)
+                done.add(id(buffer))
+                decided.append(lambda buffer=buffer, value=value: buffer.copy_(value))
+        for links in changes.written:
+            source = links[0].source
+            if id(source) not in done:
+                rule = self._rule(links[0].path)
+                values = [link.copy.detach() for link in links]
+                value = self._merge_buffer(source, values, rows, rule, links[0].path)
+                decided.append(lambda source=source, value=value: source.copy_(value))
+        removed = []
+        for entry in changes.entries:
+            value = self._decide(entry, rows)
+            if value is MISSING:
+                removed.append(entry)
+            elif value is not _KEEP:
+                decided.append(lambda entry=entry, value=value: _write(entry, value))
+        with torch.no_grad():
+            for action in decided:
+                action()
+        for entry in removed:
+            entry.cell.pop(entry.key, None)
+
+    # -- Deciding ----------------------------------------------------------------------------
+
+    def _rule(self, path: str) -> str:
+        if isinstance(self._buffers, str):
+            return self._buffers
+        return self._buffers.get(_name(path), "merge")
+
+    def _decide(self, entry: Entry, rows: Sequence[int]) -> Any:
+        first = entry.values[0]
+        if all(value is MISSING for value in entry.values):
+            return MISSING if entry.key is not None else _KEEP
+        if any(value is MISSING for value in entry.values):
+            return self._warn(entry, "only some of the shards have it")
+        if entry.is_buffer and all(isinstance(value, Tensor) for value in entry.values):
+            old = entry.cell.get(entry.key)
+            path = f"{entry.path}.{entry.key}"
+            values = [value.detach() for value in entry.values]
+            return self._merge_buffer(old, values, rows, self._rule(path), path)
+        if all(value is first for value in entry.values):
+            return first
+        if _is_scalar(first) and _all_equal(entry.values):
+            return first
+        try:
+            return self._merge(entry.values, rows)
+        except MergeError as error:
+            return self._warn(entry, str(error).splitlines()[0])
+
+    def _merge_buffer(
+        self,
+        old: Tensor | None,
+        values: list[Tensor],
+        rows: Sequence[int],
+        rule: str,
+        path: str,
+    ) -> Tensor:
+        values = [value.to(values[0].device) for value in values]
+        if rule == "sum":
+            # What each shard added to the old value, summed: right for accumulators.
+            base = torch.zeros_like(values[0]) if old is None else old.to(values[0].device)
+            return base + tree_sum([value - base for value in values])
+        if rule == "first" or all(torch.equal(value, values[0]) for value in values[1:]):
+            return values[0]
+        same_shape = all(value.shape == values[0].shape for value in values)
+        if same_shape and rule in ("max", "min"):
+            stacked = torch.stack(values)
+            return stacked.amax(0) if rule == "max" else stacked.amin(0)
+        if same_shape and (values[0].is_floating_point() or values[0].is_complex()):
+            total = sum(rows)
+            return tree_sum([v * (r / total) for v, r in zip(values, rows, strict=True)])
+        shown = ", ".join(_show(value) for value in values)
+        raise MergeError(
+            f"buffer {_name(path)!r} differs between the shards and cannot be averaged "
+            f"({shown}); say what it is: buffers={{{_name(path)!r}: 'sum'}} for a count, or "
+            f"'first', 'max', 'min'"
+        )
+
+    def _warn(self, entry: Entry, reason: str) -> Any:
+        name = _name(entry.path if entry.key is None else f"{entry.path}.{entry.key}")
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"forward wrote {name!r} and the shards disagree, so the module keeps its old value "
+                f"({reason}); return it from forward instead, or make it a buffer with a rule in "
+                f"buffers=",
+                StateWarning,
+                stacklevel=2,
+            )
+        return _KEEP
+
+
+def check_buffers(buffers: Any) -> None:
+    """Raise ValueError or TypeError unless ``buffers`` is a rule or a dict of rules by name."""
+    if isinstance(buffers, str):
+        rules: list[Any] = [buffers]
+    elif isinstance(buffers, Mapping):
+        rules = list(buffers.values())
+    else:
+        raise TypeError(f"buffers must be a rule or a dict of rules by name, got {buffers!r}")
+    for rule in rules:
+        if rule not in BUFFER_RULES:
+            raise ValueError(f"buffers holds {rule!r}; the rules are {', '.join(BUFFER_RULES)}")
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+_KEEP = object()  # leave the source module's value as it is
+
+
+def _changed_keys(cell: Any, before: Any) -> list[Any]:
+    if not isinstance(cell, dict):
+        return [None]
+    return [key for key in {**before, **cell} if cell.get(key, MISSING) is not before.get(key, MISSING)]
+
+
+def _read(replica: Replica, cell: Any, key: Any) -> Any:
+    """What ``replica`` has for this entry, with the source's objects in place of its copies."""
+    target = replica.target(cell)
+    if target is None:
+        return MISSING
+    if key is None:
+        kind = type(target) if type(target) in (list, set) else list
+        return kind(_to_source(replica, value) for value in target)
+    return _to_source(replica, target.get(key, MISSING))
+
+
+def _to_source(replica: Replica, value: Any) -> Any:
+    found = replica.original(value)
+    if found is not value:
+        return found
+    if type(value) in (list, tuple):
+        return type(value)(_to_source(replica, entry) for entry in value)
+    if type(value) is dict:
+        return {key: _to_source(replica, entry) for key, entry in value.items()}
+    return value
+
+
+def _initialises(entry: Entry, replicas: Sequence[Replica]) -> bool:
+    """A new module or parameter, or a flag that goes up."""
+    new = entry.values[0]
+    if isinstance(new, (nn.Module, nn.Parameter)):
+        before = entry.cell.get(entry.key) if entry.key is not None else None
+        return before is None
+    return entry.key is not None and new is True and entry.cell.get(entry.key) is False
+
+
+def _is_flag_set(links: Sequence[Link]) -> bool:
+    """An integer or bool buffer that was zero everywhere and is not any more."""
+    source, copy = links[0].source, links[0].copy
+    if source.is_floating_point() or source.is_complex() or links[0].path.endswith(
+        ".num_batches_tracked"
+    ):
+        return False
+    return not source.any() and bool(copy.any())
+
+
+def _write(entry: Entry, value: Any) -> None:
+    if entry.key is not None:
+        dict.__setitem__(entry.cell, entry.key, value)
+        return
+    entry.cell.clear()
+    entry.cell.update(value) if isinstance(entry.cell, set) else entry.cell.extend(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float, complex, str, bytes, bool, type(None)))
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    first = values[0]
+    return all(type(value) is type(first) and value == first for value in values)
+
+
+def _show(value: Tensor) -> str:
+    return str(value.item()) if value.numel() == 1 else f"{tuple(value.shape)}"
+
+
+def _name(path: str) -> str:
+    """The user's name of what lies at ``path``: without the dictionaries that torch keeps it in."""
+    for inner in ("._modules", "._buffers", "._parameters"):
+        path = path.replace(inner + ".", ".")
+        path = path.removesuffix(inner)
+    return path.lstrip(".")

@@ -1,0 +1,127 @@
+"""Threads that run jobs, kept and lent.
+
+What it holds: a pool of daemon threads; a caller leases some, hands each one job, waits, and gives
+them back. Why: a new thread per call costs a millisecond and a malloc arena, and a pool of futures
+costs more per hand-over than the queue used here.
+
+Guarantees:
+- A lease never shares a worker with another lease, so two callers cannot wait for each other.
+- :meth:`Lease.run` returns only when every job has ended, also after Ctrl-C in the caller; a second
+  Ctrl-C abandons the workers that still run (they end by themselves and are not lent again).
+- Nothing starts at import; after a fork the child starts with an empty pool.
+Must not: know anything of models, devices or shards. Jobs must not raise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+__all__ = ["PoolStats", "WorkerPool", "pool"]
+
+Job = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """What a pool holds now: threads that are idle, and how many were ever started."""
+
+    num_idle: int
+    num_started: int
+
+
+class _Worker:
+    """One daemon thread and its inbox."""
+
+    def __init__(self, number: int) -> None:
+        self._inbox: SimpleQueue[tuple[Job, SimpleQueue[None]] | None] = SimpleQueue()
+        name = f"samestep-worker-{number}"
+        threading.Thread(target=self._loop, name=name, daemon=True).start()
+
+    def submit(self, job: Job, done: SimpleQueue[None]) -> None:
+        self._inbox.put((job, done))
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+
+    def _loop(self) -> None:
+        while True:
+            item = self._inbox.get()
+            if item is None:
+                return
+            job, done = item
+            try:
+                job()
+            finally:
+                # Dropped before the caller wakes: a waiting thread would keep activations alive.
+                del job, item
+                done.put(None)
+
+
+class WorkerPool:
+    """Idle workers, by process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []
+        self._numbers = itertools.count(1)
+        self._num_started = 0
+        self._pid = os.getpid()
+
+    def stats(self) -> PoolStats:
+        """Return how many workers are idle and how many were started in this process."""
+        return PoolStats(num_idle=len(self._idle), num_started=self._num_started)
+
+    def run(self, mine: Job, others: Sequence[Job]) -> None:
+        """Run ``others`` on one worker each and ``mine`` in the calling thread; wait for all.
+
+        Raises:
+            KeyboardInterrupt: it arrived meanwhile; the jobs have ended all the same.
+        """
+        workers = self._lease(len(others))
+        done: SimpleQueue[None] = SimpleQueue()
+        interrupt: BaseException | None = None
+        for worker, job in zip(workers, others, strict=True):
+            worker.submit(job, done)
+        try:
+            mine()
+        except KeyboardInterrupt as error:  # between two lines of a job that itself never raises
+            interrupt = error
+        pending = len(workers)
+        try:
+            while pending:
+                try:
+                    done.get()
+                    pending -= 1
+                except KeyboardInterrupt as error:
+                    if interrupt is not None:
+                        raise
+                    interrupt = error
+        finally:
+            if pending:
+                for worker in workers:
+                    worker.stop()
+            else:
+                self._idle.extend(workers)
+        if interrupt is not None:
+            raise interrupt
+
+    def _lease(self, count: int) -> list[_Worker]:
+        if self._pid != os.getpid():  # a forked child has the list but not the threads
+            self._idle, self._pid, self._num_started = [], os.getpid(), 0
+        workers: list[_Worker] = []
+        while len(workers) < count:
+            try:
+                workers.append(self._idle.pop())
+            except IndexError:
+                workers.append(_Worker(next(self._numbers)))
+                self._num_started += 1
+        workers.reverse()
+        return workers
+
+
+#: The one pool of this process.
+pool = WorkerPool()

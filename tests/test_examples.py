@@ -1,0 +1,135 @@
+"""Every script in examples/ does what it says, run the way a user runs it."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+
+pytestmark = pytest.mark.examples
+
+TUTORIAL_ROWS = {  # shards of a batch of 30 and of the last one of 10
+    1: ([30], [10]),
+    2: ([15, 15], [5, 5]),
+    3: ([10, 10, 10], [4, 4, 2]),
+    8: ([4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
+}
+
+
+def run_script(name, *words, **environment):
+    """Run an example in a process of its own and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / name, *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def find_numbers(pattern, text):
+    """The numbers in the one place of the text that fits the pattern."""
+    found = list(re.finditer(pattern, text))
+    assert len(found) == 1, f"{pattern!r} is there {len(found)} times in:\n{text}"
+    return [float(number) for number in found[0].groups()]
+
+
+def check_agreement(text):
+    """The script's own last word: its numbers are those of the plain module."""
+    deviation, tolerance = find_numbers(
+        r"largest deviation from the plain module: (\S+) \(tolerance (\S+)\)", text
+    )
+    assert tolerance <= 1e-9
+    assert deviation <= tolerance
+
+
+def check_tutorial_lines(lines, replicas):
+    full, last = TUTORIAL_ROWS[replicas]
+    assert Counter(line for line in lines if "In Model" in line) == Counter(
+        f"\tIn Model: input size torch.Size([{rows}, 5]) output size torch.Size([{rows}, 2])"
+        for rows in [*full * 3, *last]
+    )
+    assert [line for line in lines if "Outside" in line] == [
+        f"Outside: input size torch.Size([{rows}, 5]) output_size torch.Size([{rows}, 2])"
+        for rows in (30, 30, 30, 10)
+    ]
+    assert (f"Let's use {replicas} replicas on cpu!" in lines) == (replicas > 1)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", ["rnn_packed", "capsule", "gan_penalty", "contrastive"])
+def test_training_is_that_of_the_plain_module_and_learns(name, replicas):
+    text = run_script(f"{name}.py", "--steps", "15", "--replicas", str(replicas))
+    assert f"replicas: {replicas}\n" in text
+    check_agreement(text)
+    first, last = find_numbers(r"(?:loss|points off the circle by): (\S+) -> (\S+)\n", text)
+    assert last < 0.9 * first
+
+
+def test_contrastive_shows_that_negatives_of_the_whole_batch_matter():
+    text = run_script("contrastive.py", "--steps", "5", "--replicas", "4")
+    (whole,) = find_numbers(r"negatives of all 64 rows: (\S+)\n", text)
+    (own,) = find_numbers(r"own shard only: (\S+)\n", text)
+    assert own < 0.8 * whole
+
+
+def test_digits_agrees_and_learns_to_read():
+    text = run_script("digits.py", "--steps", "60", "--replicas", "3")
+    check_agreement(text)
+    assert "Training on 3 replicas" in text
+    ours, plain = find_numbers(r"held-out rows: (\S+)%   \(plain: (\S+)%\)", text)
+    assert min(ours, plain) > 90  # of a hundred; ten classes, so a guess is right ten times
+    ratio, ours_ms, plain_ms = find_numbers(r"Speed: (\S+) times .* \((\S+) and (\S+) ms", text)
+    assert ratio == pytest.approx(plain_ms / ours_ms, rel=0.05)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_the_tutorial_script_needs_no_change_for_several_replicas(replicas):
+    text = run_script("data_parallel_tutorial.py", SAMESTEP_REPLICAS=str(replicas))
+    check_tutorial_lines(text.splitlines(), replicas)
+
+
+def load_maker():
+    spec = importlib.util.spec_from_file_location("make_notebook", EXAMPLES / "make_notebook.py")
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    return maker
+
+
+def test_the_notebook_is_the_one_made_from_the_script():
+    maker = load_maker()
+    stored = nbformat.read(maker.NOTEBOOK, as_version=4)
+    assert stored == maker.make_notebook(maker.SCRIPT.read_text()), "run: make notebook"
+
+
+def test_the_notebook_runs(monkeypatch):
+    monkeypatch.setenv("SAMESTEP_REPLICAS", "2")
+    notebook = nbformat.read(EXAMPLES / "data_parallel_tutorial.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=120).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    check_tutorial_lines("".join(output.text for output in outputs).splitlines(), 2)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_stays_short(path):
+    assert len(path.read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in SCRIPTS if p.stem != "make_notebook"], ids=lambda path: path.stem
+)
+def test_one_marked_line_wraps_the_model(path):
+    marked = [line for line in path.read_text().splitlines() if "# <- the one line" in line]
+    assert len(marked) == 1
+    assert re.fullmatch(r"(\w+) = DataParallel\(\1.*\)", marked[0].partition("#")[0].strip())

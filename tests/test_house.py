@@ -1,0 +1,109 @@
+"""The order of the house: who may import whom, and what every file must have."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import samestep
+
+PACKAGE = Path(samestep.__file__).parent
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+MAX_LINES = 450
+
+# From the ground up. A module may import our own modules only from layers before its own, so two of
+# one layer know nothing of each other.
+LAYERS = [
+    ("ground", "errors tree devices trace"),
+    ("what cutting and joining share", "rows dims"),
+    ("one idea each", "plan join reduce rng context workers group follow probe comm"),
+    ("ideas made of these", "split merge norm alias"),
+    ("the module as a slot sees it", "replicas"),
+    ("what a call leaves behind in the module", "state"),
+    ("runs the shards", "engine"),
+    ("one graph of all shards", "stitch"),
+    ("one call on all shards", "step"),
+    ("the verbs", "functional"),
+    ("the wrapper", "module"),
+    ("around the step", "loader checkpoint infer"),
+    ("proof and measurement", "check launch bench report tutorial"),
+    ("the command line", "cli"),
+    ("python -m", "__main__"),
+]
+LAYER_OF = {name: number for number, (_, names) in enumerate(LAYERS) for name in names.split()}
+
+
+def find_imports(source):
+    """The modules of this package that a source imports anywhere, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "samestep" if node.level else node.module
+            base = f"{base}.{node.module}" if node.level and node.module else base
+            # `from samestep import tutorial` and `from samestep.tutorial import run`
+            names = [base] if base != "samestep" else [f"{base}.{a.name}" for a in node.names]
+        else:
+            continue
+        for name in names:
+            if name == "samestep" or name.startswith("samestep."):
+                found.add(name.partition(".")[2].partition(".")[0] or "__init__")
+    return found
+
+
+def find_upward_imports(module, source):
+    """Imports from the module's own layer, a higher one, or from the package's front door."""
+    own = LAYER_OF[module]
+    return {name for name in find_imports(source) if not LAYER_OF.get(name, len(LAYERS)) < own}
+
+
+def read(module):
+    return (PACKAGE / f"{module}.py").read_text()
+
+
+def test_every_module_has_a_layer():
+    assert set(MODULES) <= set(LAYER_OF)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_from_lower_layers(module):
+    assert find_upward_imports(module, read(module)) == set()
+
+
+@pytest.mark.parametrize("module", [*MODULES, "__init__"])
+def test_a_module_opens_with_a_docstring_and_names_what_is_public(module):
+    tree = ast.parse(read(module))
+    assert ast.get_docstring(tree)
+    targets = [
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    ]
+    assert "__all__" in targets
+
+
+@pytest.mark.parametrize("module", [*MODULES, "__init__"])
+def test_a_file_stays_short(module):
+    assert len(read(module).splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from samestep.tutorial import run", {"tutorial"}),
+        ("from samestep import tutorial", {"tutorial"}),
+        ("from . import tutorial", {"tutorial"}),
+        ("from .tutorial import run", {"tutorial"}),
+        ("import samestep.tutorial as t", {"tutorial"}),
+        ("def late():\n    from samestep.cli import main", {"cli"}),
+        ("import samestep", {"__init__"}),
+        ("from samestep import DataParallel", {"DataParallel"}),
+        ("from samestep.devices import Slot", set()),
+        ("import torch, samesteps", set()),
+    ],
+)
+def test_the_check_sees_every_form_of_an_upward_import(source, found):
+    assert find_upward_imports("split", source) == found
