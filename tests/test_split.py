@@ -155,7 +155,7 @@ def test_the_plans_of_equal_calls_are_one_and_differ_where_the_call_does():
         plan(x, y),
         plan(x, y=y),
         plan((x, y)),
-        plan([x, y]),
+        plan([x, y, 3]),
         plan({"a": x, "b": y}),
         plan({"a": x}, {"b": y}),
         plan(x, y.int()),
@@ -430,8 +430,8 @@ def test_rows_cuts_tuples_deques_and_arrays_by_length():
         (
             (x, {"m": torch.eye(6)}),
             {"h": {"m": 0}},
-            "args[1]['m'] float32 [6, 6] has 6 rows on dim 0, but the batch has 30 rows (counted on "
-            "args[0] float32 [30, 5]); pass in_dims={'h': {'m': <the dim that counts rows>}}",
+            "args[1]['m'] float32 [6, 6] has 6 rows on dim 0, but the batch has 30 rows (counted "
+            "on args[0] float32 [30, 5]); pass in_dims={'h': {'m': <the dim that counts rows>}}",
         ),
     ],
 )

@@ -8,9 +8,9 @@ from collections import OrderedDict, UserDict, defaultdict, deque
 
 import pytest
 import torch
+from batches import CONTAINERS, Frozen, Items, Output, Pair, Plain, Registered, Tagged, assert_same
 from torch import nn
 
-from batches import CONTAINERS, Frozen, Items, Output, Pair, Plain, Registered, Tagged, assert_same
 from samestep import errors, tree
 
 
@@ -115,8 +115,7 @@ def test_a_size_is_rebuilt_as_a_size():
 
 def test_paths_are_written_as_in_code():
     value = {"a": [1, Plain(2, 3)], 4: Pair(5, UserDict(b=6))}
-    paths = dict((path, leaf) for path, leaf in tree.iter_leaves(value, "args[0]"))
-    assert paths == {
+    assert dict(tree.iter_leaves(value, "args[0]")) == {
         "args[0]['a'][0]": 1,
         "args[0]['a'][1].first": 2,
         "args[0]['a'][1].second": 3,

@@ -172,20 +172,23 @@ def child_in_dims(spec: Any, keys: Sequence[Any], style: str, path: str) -> list
 # --------------------------------------------------------------------------------------------------
 
 
-def child_out_dims(spec: Any, keys: Sequence[Any], style: str, known: Iterable[str]) -> list[Any]:
+def child_out_dims(
+    spec: Any, keys: Sequence[Any], style: str, where: str, known: Iterable[str]
+) -> list[Any]:
     """Return the spec of each child of a container, None where ``spec`` is silent.
 
     A key of a dict may be a path: ``{"aux/loss": "sum"}`` is ``{"aux": {"loss": "sum"}}``, and an
     index is written as its digits.
 
     Raises:
-        ValueError: ``spec`` names something that is not here; ``known`` are the paths to show.
+        ValueError: ``spec`` names something that is not here; the text says ``where`` that is and
+            which paths are ``known``.
     """
     if spec is None or isinstance(spec, Inherited):
         return [spec] * len(keys)
     if isinstance(spec, (list, tuple)):
         if style == "key" or len(spec) > len(keys):
-            raise ValueError(_unknown_path(f"a {type(spec).__name__} of {len(spec)}", known))
+            raise ValueError(_unknown_path(f"a {type(spec).__name__} of {len(spec)}", where, known))
         return [*spec, *[None] * (len(keys) - len(spec))]
     if not isinstance(spec, Mapping):
         return [Inherited(spec)] * len(keys)
@@ -197,7 +200,7 @@ def child_out_dims(spec: Any, keys: Sequence[Any], style: str, known: Iterable[s
         else:
             head, _, tail = str(key).partition("/")
             if head not in by_text:
-                raise ValueError(_unknown_path(repr(key), known))
+                raise ValueError(_unknown_path(repr(key), where, known))
             child, rest = by_text[head], ({tail: inner} if tail else inner)
         found[child] = _join_specs(found[child], rest, key) if child in found else rest
     return [found.get(key) for key in keys]
@@ -209,10 +212,8 @@ def _join_specs(one: Any, other: Any, key: Any) -> Any:
     raise ValueError(f"out_dims speaks twice about {key!r}: {one!r} and {other!r}")
 
 
-def _unknown_path(what: str, known: Iterable[str]) -> str:
-    return (
-        f"out_dims speaks about {what}, which the output does not have; it has {_list_keys(known)}"
-    )
+def _unknown_path(what: str, where: str, known: Iterable[str]) -> str:
+    return f"out_dims speaks about {what} in {where}, which has {_list_keys(known)}"
 
 
 def _list_keys(keys: Iterable[Any]) -> str:

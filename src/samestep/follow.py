@@ -32,7 +32,7 @@ import logging
 import operator
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ReplicaError
 
-__all__ = ["Cell", "Follower", "Snapshot"]
+__all__ = ["Cell", "Follower", "Snapshot", "set_entry"]
 
 Leaf = Callable[[Tensor, str], Any]
 # One mutable container: a dict (a module's or object's __dict__ included), a list, a set, a deque.
@@ -80,8 +80,11 @@ class Snapshot:
         self._empty = [cell for cell in self._cells if not cell]
         self._dicts = [cell for cell in full if isinstance(cell, dict)]
         self._others = [cell for cell in full if not isinstance(cell, dict)]
-        self._keys = list(chain.from_iterable(self._dicts))
-        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        # Views are live: they show what a dictionary holds whenever they are read.
+        self._key_views = [_base(cell).keys(cell) for cell in self._dicts]
+        self._value_views = [_base(cell).values(cell) for cell in self._dicts]
+        self._keys = list(chain.from_iterable(self._key_views))
+        self._values = list(chain.from_iterable(self._value_views))
         self._items = list(chain.from_iterable(self._others))
         self._sizes = list(map(len, full))
         self._full = full
@@ -92,8 +95,8 @@ class Snapshot:
         return (
             not any(self._empty)
             and list(map(len, self._full)) == self._sizes
-            and _same(chain.from_iterable(map(dict.values, self._dicts)), self._values)
-            and _same(chain.from_iterable(self._dicts), self._keys)
+            and _same(chain.from_iterable(self._value_views), self._values)
+            and _same(chain.from_iterable(self._key_views), self._keys)
             and _same(chain.from_iterable(self._others), self._items)
         )
 
@@ -386,21 +389,31 @@ def _same_content(cell: Cell, before: Any) -> bool:
     if len(cell) != len(before):
         return False
     if isinstance(cell, dict):
-        return _same(dict.values(cell), list(before.values())) and _same(cell, list(before))
+        return _same(_base(cell).values(cell), list(before.values())) and _same(cell, list(before))
     return _same(cell, before)
 
 
 def _fill(target: Cell, source: Cell, copy: Callable[[Any, str], Any]) -> None:
     """Replace what ``target`` holds by copies of what ``source`` holds; the types agree."""
     if isinstance(source, dict):
-        entries = [(copy(k, f"[{k!r}]"), copy(v, _key(k))) for k, v in dict.items(source)]
-        dict.clear(target)
+        entries = [(copy(k, f"[{k!r}]"), copy(v, _key(k))) for k, v in _base(source).items(source)]
+        _base(target).clear(target)
         for key, value in entries:
-            dict.__setitem__(target, key, value)
+            set_entry(target, key, value)
     else:
         values = [copy(value, f"[{i}]") for i, value in enumerate(source)]
         target.clear()
         target.update(values) if isinstance(target, set) else target.extend(values)
+
+
+def set_entry(cell: dict[Any, Any], key: Any, value: Any) -> None:
+    """Set an entry past any ``__setitem__`` of the user's class, which may do more than that."""
+    _base(cell).__setitem__(cell, key, value)
+
+
+def _base(cell: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The class whose methods keep ``cell`` consistent: an OrderedDict has an order of its own."""
+    return OrderedDict if isinstance(cell, OrderedDict) else dict
 
 
 def _key(key: Any) -> str:

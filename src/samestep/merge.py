@@ -206,7 +206,11 @@ def _merge_container(
 ) -> Any:
     check_depth(len(path), show_path(path))
     columns = _match_children(joining, values, first, path)
-    specs = child_out_dims(spec, first.keys, first.style, _SlashPaths(values[0]))
+    if spec is None:
+        specs: list[Any] = [None] * len(columns)
+    else:
+        paths = _SlashPaths(values[0])
+        specs = child_out_dims(spec, first.keys, first.style, show_path(path), paths)
     merged = [
         _merge_node(joining, column, child_spec, (*path, (first.key_text(key), key)))
         for key, column, child_spec in zip(first.keys, columns, specs, strict=True)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import MergeError, StateWarning
+from samestep.follow import set_entry
 from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
 from samestep.replicas import Link, Replica
@@ -307,7 +308,7 @@ def _is_flag_set(links: Sequence[Link]) -> bool:
 
 def _write(entry: Entry, value: Any) -> None:
     if entry.key is not None:
-        dict.__setitem__(entry.cell, entry.key, value)
+        set_entry(entry.cell, entry.key, value)
         return
     entry.cell.clear()
     entry.cell.update(value) if isinstance(entry.cell, set) else entry.cell.extend(value)

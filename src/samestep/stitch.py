@@ -293,16 +293,8 @@ class _Backward:
                 gradients.append(gradient.to(output.device))
         if not outputs or not leaves:
             return [None] * len(leaves)
-        return list(
-            torch.autograd.grad(
-                outputs,
-                leaves,
-                gradients,
-                retain_graph=retain_graph,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-        )
+        keep = create_graph if retain_graph is None else retain_graph
+        return list(_run_backward(outputs, gradients, leaves, keep, create_graph))
 
     # -- All shards --------------------------------------------------------------------------
 
@@ -334,6 +326,27 @@ class _Backward:
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+def _run_backward(
+    outputs: Tensors, gradients: Tensors, leaves: Tensors, keep_graph: bool, create_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``, past its check for function modes.
+
+    ``torch.autograd.grad`` hands itself to an active function mode, which then is off for as long as
+    it runs; but activation checkpointing runs forwards inside, and their random functions must
+    still find the shard's stream.
+    """
+    found: tuple[Tensor | None, ...] = torch.autograd.graph._engine_run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        keep_graph,
+        create_graph,
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
 
 
 def _sum_partials(graphs: ShardGraphs) -> MaybeTensors:
