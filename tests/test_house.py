@@ -16,10 +16,11 @@ MAX_LINES = 450
 LAYERS = [
     ("ground", "errors tree devices trace"),
     ("what cutting and joining share", "rows dims"),
-    ("one idea each", "plan join reduce rng context workers group follow probe comm"),
+    ("one idea each", "plan join reduce rng context workers group follow wrapper comm"),
     ("ideas made of these", "split merge norm alias"),
     ("the module as a slot sees it", "replicas"),
     ("what a call leaves behind in the module", "state"),
+    ("what calls so far have taught about the module", "habits"),
     ("runs the shards", "engine"),
     ("one graph of all shards", "stitch"),
     ("one call on all shards", "step"),

@@ -35,7 +35,7 @@ def shapes(value):
 splits = st.sampled_from(["chunk", "balanced", "weights"])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 17).flatmap(trees), st.integers(1, 8), splits, st.data())
 def test_merging_what_was_cut_gives_it_back(batch, num_slots, split, data):
     if split == "weights":
@@ -171,7 +171,7 @@ def test_tensors_land_on_the_device_asked_for():
     outputs = [{"y": ones(2, 3), "loss": torch.tensor(1.0), "n": ["a", ones(3)]} for _ in range(2)]
     merged = merge(outputs, (2, 2), device="meta")
     tensors = [x for _, x in tree.iter_leaves(merged) if isinstance(x, torch.Tensor)]
-    assert [x.device.type for x in tensors] == ["meta"] * 4
+    assert [x.device.type for x in tensors] == ["meta"] * 3
     assert shapes(merge([ones(2, 3), ones(1, 3)], (2, 1), device="meta")) == [3, 3]
     assert merge([ones(2)], (2,), device="meta").device.type == "meta"
     mixed = [ones(2, 3).to("meta"), ones(1, 3)]

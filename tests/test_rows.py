@@ -166,6 +166,8 @@ two = torch.ones(2, 3)
         ([two, torch.tensor(1)], False),
         ([(two, two), {"x": two}], False),
         ([two, "a"], False),
+        ([torch.ones(3), "a"], False),
+        ([torch.ones(3), None], True),
     ],
 )
 def test_a_list_as_long_as_the_batch_holds_rows_or_columns(items, answer):

@@ -26,6 +26,7 @@ Must not: know replicas, shards or devices.
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import logging
@@ -147,6 +148,8 @@ class Follower:
         cells: pairs (original cell, copied cell), in the order found.
         untracked: original cells whose copies cannot be updated piece by piece: a change there
             needs a new Follower.
+        loose: tensors that no cell holds (a scripted module's lie in C++).
+        scripted: pairs of scripted modules; of their state in C++ only train()/eval() is followed.
         modules: pairs (original module, copied module).
 
     Raises:
@@ -162,6 +165,8 @@ class Follower:
         self.cells: list[tuple[Cell, Cell]] = []
         self.paths: list[str] = []
         self.untracked: list[Cell] = []
+        self.loose: list[Tensor] = []
+        self.scripted: list[tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]] = []
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         self.root: nn.Module = self.copy(root, "")
 
@@ -202,6 +207,8 @@ class Follower:
         """Whether copying ``value`` makes nothing new that would have to be followed."""
         if type(value) is tuple:
             return all(map(self.is_known, value))
+        if isinstance(value, weakref.ref):
+            return self.is_known(value())
         return (
             type(value) in _ATOMS
             or isinstance(value, (Tensor, *_SHARED))
@@ -242,9 +249,12 @@ class Follower:
         return copied
 
     def _copy_script(self, module: torch.jit.ScriptModule, path: str) -> nn.Module:
-        """A scripted module's state lives in C++: copy the handle, then exchange its tensors."""
-        copied = torch.jit._recursive.wrap_cpp_module(module._c._replicate_for_data_parallel())
-        self._remember(module, copied)
+        """A scripted module's state lives in C++: copy it there, then exchange its tensors.
+
+        torch's own shallow copy of the handle shares the submodules, so that exchanging a tensor
+        would exchange the original's.
+        """
+        copied = copy.deepcopy(module)
         pairs = zip(module.named_modules(), copied.modules(), strict=True)
         for (name, source), target in pairs:
             prefix = f"{path}.{name}" if name else path
@@ -252,9 +262,10 @@ class Follower:
                 source.named_parameters(recurse=False), source.named_buffers(recurse=False)
             ):
                 target._c.setattr(key, self.copy(tensor, f"{prefix}.{key}"))
-            self._copies[id(source)] = target
-            self._kept.append(source)
+                self.loose.append(tensor)
+            self._remember(source, target)
             self.modules.append((source, target))
+            self.scripted.append((source, target))
         return copied
 
     def _copy_tuple(self, value: tuple[Any, ...], path: str) -> Any:
@@ -270,9 +281,12 @@ class Follower:
 
     def _copy_reference(self, value: weakref.ref[Any]) -> Any:
         target = value()
-        if isinstance(target, nn.Module):
-            return self._remember(value, weakref.ref(self.copy(target, "<weakref>")))
-        return value
+        if not isinstance(target, (nn.Module, Tensor)):
+            return value
+        # Not remembered: the tensor may get another copy later. Python keeps one weak reference
+        # per object, so equal targets still give the identical reference.
+        copied = self.copy(target, "<weakref>")
+        return value if copied is target else weakref.ref(copied)
 
     def _copy_function(self, value: types.FunctionType, path: str) -> Any:
         self._refuse_globals(value, path)

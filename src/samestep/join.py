@@ -229,12 +229,12 @@ def _bring_together(values: list[Any], device: torch.device | None) -> list[Any]
     if find_batch_type(first) is not None:
         return [move_tree(value, device) for value in values]
     if isinstance(first, PackedSequence):
-        target = device or first.data.device
-    elif isinstance(first, Tensor):
+        return [value.to(device or first.data.device) for value in values]
+    if isinstance(first, Tensor):
         target = device or first.device
     else:
         return values
-    return [value.to(target) for value in values]
+    return [value if value.device == target else value.to(target) for value in values]
 
 
 def _has_rows(joining: Joining, values: Sequence[Any], dim: int) -> bool:

@@ -140,6 +140,9 @@ class Replica:
 
     def original(self, value: Any) -> Any:
         """Return the source's object that ``value`` is this replica's copy of, or ``value``."""
+        if isinstance(value, weakref.ref):
+            found = self.original(value())
+            return value if found is value() else weakref.ref(found)
         link = self._by_copy.get(id(value))
         return self.follower.original(value) if link is None else link.source
 
@@ -157,6 +160,7 @@ class Replica:
 
     def prune(self, live: set[int]) -> None:
         """Forget the tensors that the source no longer holds."""
+        live = live | {id(tensor) for tensor in self.follower.loose}
         for key in [key for key in self.links if key not in live]:
             self._by_copy.pop(id(self.links.pop(key).copy), None)
 
@@ -258,6 +262,7 @@ class ReplicaSet:
             if slot.index not in self._replicas:
                 self._build(source, slot)
         replicas = [self._replicas[slot.index] for slot in slots]
+        self._follow_scripted()
         self._follow_tensors()
         for replica in replicas:
             self._renew(replica, force)
@@ -298,6 +303,13 @@ class ReplicaSet:
         self._snapshot.take()
         self._update(list(cells.values()))
         return True
+
+    def _follow_scripted(self) -> None:
+        for replica in self._replicas.values():
+            for source, target in replica.follower.scripted:
+                if source.training != target.training:
+                    target._c.setattr("training", source.training)
+                    self.generation += 1
 
     def _update(self, cells: Sequence[Any]) -> None:
         assert self._snapshot is not None
@@ -459,4 +471,6 @@ def _holds(cell: Any, ids: set[int]) -> bool:
 
 
 def _is_in(value: Any, ids: set[int]) -> bool:
+    if isinstance(value, weakref.ref):
+        return id(value()) in ids
     return id(value) in ids or (type(value) is tuple and any(_is_in(v, ids) for v in value))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from samestep.tree import BatchType, find_batch_type, iter_leaves
+from samestep.tree import BatchType, find_batch_type, is_atom, iter_leaves
 
 __all__ = [
     "count_rows",
@@ -47,14 +47,17 @@ def is_tensor_like(value: Any) -> bool:
 
 def holds_rows(value: Any) -> bool:
     """Is it one of the kinds that this module counts, cuts and joins?"""
-    return is_tensor_like(value) or is_array(value)
+    return type(value) is Tensor or is_tensor_like(value) or is_array(value)
 
 
 def has_shape(value: Any) -> bool:
     """Are its rows one of several dims (dense and sparse tensors, arrays), not its only length?"""
-    if find_batch_type(value) is not None or isinstance(value, PackedSequence):
-        return False
-    return not (isinstance(value, Tensor) and value.is_nested)
+    if type(value) is not Tensor:
+        if find_batch_type(value) is not None or isinstance(value, PackedSequence):
+            return False
+        if not isinstance(value, Tensor):
+            return True
+    return not value.is_nested
 
 
 def count_rows(value: Any, dim: int) -> int | None:
@@ -62,11 +65,12 @@ def count_rows(value: Any, dim: int) -> int | None:
 
     Packed sequences and registered batches have one length, whatever ``dim`` is.
     """
-    batch_type = find_batch_type(value)
-    if batch_type is not None:
-        return batch_type.rows(value)
-    if isinstance(value, PackedSequence):
-        return int(value.batch_sizes[0])
+    if type(value) is not Tensor:
+        batch_type = find_batch_type(value)
+        if batch_type is not None:
+            return batch_type.rows(value)
+        if isinstance(value, PackedSequence):
+            return int(value.batch_sizes[0])
     if isinstance(value, Tensor) and value.is_nested:
         return value.size(0) if dim in (0, -value.dim()) else None
     shape = value.shape
@@ -75,6 +79,8 @@ def count_rows(value: Any, dim: int) -> int | None:
 
 def count_rows_inside(value: Any, dim: int) -> set[int | None]:
     """Return the numbers of rows that occur along ``dim`` in a container; empty: no tensors."""
+    if isinstance(value, list) and all(map(is_atom, value)):
+        return set()  # long lists of names or numbers are common
     leaves = iter_leaves(value, is_leaf=holds_rows)
     return {count_rows(leaf, dim) for _, leaf in leaves if holds_rows(leaf)}
 
@@ -82,11 +88,18 @@ def count_rows_inside(value: Any, dim: int) -> set[int | None]:
 def has_item_per_row(value: list[Any], num_rows: int, dim: int) -> bool:
     """Is each of the ``num_rows`` items of this list one row, not a column of the batch?
 
-    It holds columns if every tensor within has ``num_rows`` rows itself. Beside such tensors a
-    0-dim one, which could be a row among 0-dim ones only, does not count.
+    Without tensors inside it is. It holds columns if every tensor within has ``num_rows`` rows
+    itself, or if items with tensors are of several types (rows of one batch are alike, but for
+    None). Beside other tensors a 0-dim one does not count: it is a row among its like only.
     """
     counts = count_rows_inside(value, dim)
-    if len(counts) > 1 and all(isinstance(item, Tensor) for item in value):
+    if not counts:
+        return True
+    types = {Tensor if isinstance(item, Tensor) else type(item) for item in value}
+    types.discard(type(None))
+    if len(types) > 1:
+        return False
+    if len(counts) > 1 and types == {Tensor}:
         counts.discard(None)
     return counts != {num_rows}
 
@@ -345,7 +358,7 @@ def _cut_packed(value: PackedSequence, sizes: Sequence[int]) -> list[PackedSeque
 def _join_packed(values: Sequence[PackedSequence]) -> PackedSequence:
     lengths = torch.cat([_row_lengths(value) for value in values])
     order: Tensor | None
-    ordered, order = lengths.sort(descending=True, stable=True)
+    ordered, order = lengths.sort(descending=True)  # ties as torch's own packing leaves them
     if torch.equal(lengths, ordered) and all(value.sorted_indices is None for value in values):
         order = None
     times = torch.arange(int(ordered[0]))

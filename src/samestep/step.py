@@ -10,11 +10,13 @@ Must not: cut or merge batches, or write to the source module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
 from samestep.replicas import Replica
@@ -59,12 +61,13 @@ def run_shards(
     for replica in replicas:
         for record in replica.norms:
             record.calls.clear()
-    outputs = runner.run(
-        [
-            _call(replica, method, *pair)
-            for replica, pair in zip(replicas, arguments, strict=True)
-        ]
-    )
+    with _no_parametrization_cache():
+        outputs = runner.run(
+            [
+                _call(replica, method, *pair)
+                for replica, pair in zip(replicas, arguments, strict=True)
+            ]
+        )
     outputs = [
         map_tensors(replica.original, output)
         for replica, output in zip(replicas, outputs, strict=True)
@@ -99,6 +102,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _no_parametrization_cache() -> Iterator[None]:
+    """Switch ``parametrize.cached()`` off while replicas run.
+
+    Its cache is one dictionary whose keys name the module that was parametrized first, so every
+    replica would get the tensor of whichever came first, graph included. Off, each computes its own.
+    """
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += before
 
 
 def _call(
@@ -139,7 +156,7 @@ def _tie(
         map_tensors(_note(outputs, own), tree)
     if not any(found):
         return trees
-    sources = [link.source for link in replicas[0].links.values() if link.source.requires_grad]
+    sources = _find_sources(replicas, found)
     graphs = ShardGraphs(
         runner=runner,
         replicated=[[replica.links[id(s)].copy for s in sources] for replica in replicas],
@@ -154,6 +171,44 @@ def _tie(
         table = dict(zip(outputs, row, strict=True))
         result.append(map_tensors(lambda t, table=table: table.get(id(t), t), tree))
     return result
+
+
+def _find_sources(
+    replicas: Sequence[Replica], outputs: Sequence[dict[int, Tensor]]
+) -> list[Tensor]:
+    """The source's tensors that a gradient may reach, in the order of the first replica."""
+    links = [link for link in replicas[0].links.values() if link.source.requires_grad]
+    inner = [link.source for link in links if link.source.grad_fn is not None]
+    if not inner:
+        return [link.source for link in links]
+    # A tensor attribute with a history of its own, such as the weight that an old-style weight norm
+    # leaves behind. If no shard used it, it must stay out: torch would walk through that history,
+    # perhaps freed long ago, even with no gradient to bring.
+    used: set[int] = set()
+    for row in outputs:
+        used |= _find_leaves(row.values())
+    return [
+        link.source
+        for link in links
+        if link.source.grad_fn is None
+        or any(id(replica.links[id(link.source)].copy) in used for replica in replicas)
+    ]
+
+
+def _find_leaves(outputs: Iterable[Tensor]) -> set[int]:
+    """Ids of the leaves that the graph of ``outputs`` ends in."""
+    leaves = {id(tensor) for tensor in outputs if tensor.grad_fn is None}
+    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return leaves
 
 
 def _note(outputs: dict[int, Tensor], own: set[int]) -> Callable[[Tensor], Tensor]:

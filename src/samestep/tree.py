@@ -26,6 +26,7 @@ __all__ = [
     "Opened",
     "check_depth",
     "find_batch_type",
+    "is_atom",
     "iter_leaves",
     "map_leaves",
     "open_container",
@@ -135,6 +136,11 @@ class Opened(NamedTuple):
     def key_text(self, key: Any) -> str:
         """Return what a path appends for the child at ``key``."""
         return f".{key}" if self.style == "attribute" else f"[{key!r}]"
+
+
+def is_atom(value: Any) -> bool:
+    """Is it a number, text, None, or another plain value that never holds anything?"""
+    return type(value) in _ATOMS
 
 
 def open_container(value: Any) -> Opened | None:

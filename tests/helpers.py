@@ -1,0 +1,88 @@
+"""One training step as data, and the comparison of two of them."""
+
+import dataclasses
+import math
+from collections import UserDict, deque
+
+import torch
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+
+from samestep import tree
+from samestep.engine import ThreadEngine
+
+# float64 sums of some dozen numbers of size one differ by 1e-15 when they are added in another order.
+ATOL = 1e-10
+
+
+@dataclasses.dataclass
+class Step:
+    """What one forward and backward left behind."""
+
+    output: object
+    loss: torch.Tensor
+    input_gradients: list
+    gradients: dict  # by the parameter's name; None where no gradient arrived
+
+
+def tensors_of(value):
+    """Every tensor in an output; a packed sequence as the padded tensor that it stands for."""
+    found = []
+    for _, leaf in tree.iter_leaves(value, is_leaf=lambda leaf: isinstance(leaf, PackedSequence)):
+        if isinstance(leaf, PackedSequence):
+            leaf = pad_packed_sequence(leaf, batch_first=True)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            found.append(leaf)
+    return found
+
+
+def score(output):
+    """A loss in which every number of the output has a weight of its own."""
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf in tensors_of(output):
+        weights = torch.arange(leaf.numel(), dtype=torch.float64).cos().view(leaf.shape)
+        total = total + (weights * leaf).sum() + (leaf * leaf).sum()
+    return total
+
+
+def train_step(model, args, kwargs, leaves=()):
+    """Run forward and backward once; ``leaves`` are the inputs that want a gradient."""
+    model.zero_grad()
+    output = model(*args, **kwargs)
+    loss = score(output)
+    loss.backward()
+    gradients = {name: copy_of(p.grad) for name, p in model.named_parameters()}
+    return Step(output, loss.detach(), [copy_of(leaf.grad) for leaf in leaves], gradients)
+
+
+def copy_of(tensor):
+    return None if tensor is None else tensor.detach().clone()
+
+
+def use_workers(model, num_workers):
+    """Give the wrapper's shards this many threads, whatever the machine has."""
+    model._samestep_runtime.threads = ThreadEngine(1, num_workers=num_workers)
+    return model
+
+
+def assert_alike(one, other, atol=ATOL):
+    """Equal structure and types all the way down; numbers within ``atol`` (0: bit for bit)."""
+    assert type(one) is type(other)
+    if isinstance(one, PackedSequence):
+        for left, right in zip(pad_packed_sequence(one), pad_packed_sequence(other), strict=True):
+            assert_alike(left, right, atol)
+    elif isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert (one.requires_grad, one.device) == (other.requires_grad, other.device)
+        torch.testing.assert_close(one, other, rtol=0, atol=atol, equal_nan=True)
+    elif dataclasses.is_dataclass(one):
+        for name in (field.name for field in dataclasses.fields(one)):
+            assert_alike(getattr(one, name), getattr(other, name), atol)
+    elif isinstance(one, dict | UserDict):
+        assert list(one) == list(other)
+        assert_alike(list(one.values()), list(other.values()), atol)
+    elif isinstance(one, list | tuple | deque):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_alike(left, right, atol)
+    else:
+        assert one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
