@@ -195,9 +195,7 @@ def make_plain(*shape):
 
 STATE = {"in_dims": {"state": 1}, "out_dims": [None, 1]}
 CASES = {
-    "mlp": Case(
-        lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), make_plain(3)
-    ),
+    "mlp": Case(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), make_plain(3)),
     "cnn": Case(Convolutional, make_plain(2, 4, 4)),
     "lstm": Case(lambda: Recurrent(nn.LSTM), make_recurrent(nn.LSTM), STATE),
     "gru": Case(lambda: Recurrent(nn.GRU), make_recurrent(nn.GRU), STATE),

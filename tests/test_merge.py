@@ -35,6 +35,7 @@ def shapes(value):
 splits = st.sampled_from(["chunk", "balanced", "weights"])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 17).flatmap(trees), st.integers(1, 8), splits, st.data())
 def test_merging_what_was_cut_gives_it_back(batch, num_slots, split, data):

@@ -34,7 +34,7 @@ import operator
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -54,7 +54,7 @@ _ATOMS: frozenset[type] = frozenset(
         type(None), bool, int, float, complex, str, bytes, range, slice, type, type(...),
         type(NotImplemented), types.BuiltinFunctionType, types.ModuleType, types.CodeType,
         types.MethodDescriptorType, types.WrapperDescriptorType, types.GenericAlias, property,
-        torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator,
+        torch.dtype, torch.layout, torch.memory_format, torch.Size, torch.Generator,
     }
 )  # fmt: skip
 # Never copied: they hold the training's state or data, or are identities of their own.
@@ -141,7 +141,8 @@ class Follower:
 
     Args:
         root: the module to copy.
-        leaf: called once per distinct tensor with the tensor and its path; returns the copy's.
+        leaf: called for every tensor with the tensor and its path; returns the copy's.
+        devices: what a ``torch.device`` kept as an attribute becomes; others stay as they are.
 
     Attributes:
         root: the copy.
@@ -156,8 +157,14 @@ class Follower:
         ReplicaError: a function reaches a module of the tree through a global variable.
     """
 
-    def __init__(self, root: nn.Module, leaf: Leaf) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        leaf: Leaf,
+        devices: Mapping[torch.device, torch.device] = types.MappingProxyType({}),
+    ) -> None:
         self._leaf = leaf
+        self._devices = devices
         self._copies: dict[int, Any] = {}
         self._originals: dict[int, Any] = {}
         self._kept: list[Any] = []  # keeps every id in the two tables unique
@@ -180,6 +187,8 @@ class Follower:
             return found
         if isinstance(value, Tensor):
             return self._leaf(value, path)
+        if kind is torch.device:
+            return self._devices.get(value, value)
         if isinstance(value, _SHARED):
             return value
         if isinstance(value, nn.Module):
@@ -211,7 +220,7 @@ class Follower:
             return self.is_known(value())
         return (
             type(value) in _ATOMS
-            or isinstance(value, (Tensor, *_SHARED))
+            or isinstance(value, (Tensor, torch.device, *_SHARED))
             or id(value) in self._copies
         )
 
@@ -347,7 +356,8 @@ class Follower:
             copied.__setstate__(state)
             return
         attributes, slots = state if isinstance(state, tuple) else (state, None)
-        copied.__dict__.update(attributes or {})
+        if attributes:
+            copied.__dict__.update(attributes)
         for name, entry in (slots or {}).items():
             object.__setattr__(copied, name, entry)
 

@@ -236,7 +236,7 @@ class DataParallel(Wrapper):
         )
         runtime.writer.write(changes, replicas, rows)
         runtime.replicas.mark_dirty(changes.cells)
-        runtime.replicas.mark_moved([links[0].source for links in changes.written])
+        runtime.replicas.mark_moved(changes.parted)
         return output
 
     def _runner(self, slots: Sequence[Slot], rows: Sequence[int], trial: Trial) -> Runner:

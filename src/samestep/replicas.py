@@ -23,6 +23,11 @@ An attribute, container entry or hook that was exchanged is seen by identity; an
 the tensor's version; ``p.data = ...`` and ``module.to(...)`` by the address; a flipped
 ``requires_grad`` by its value. Aliases need no version: their memory is the source's. Not seen: a
 write through ``.data`` into a tensor that is held as a copy (``refresh(force=True)`` is for that).
+
+[Note: batch_norm has no version]
+torch's batch_norm updates ``running_mean`` and ``running_var`` without raising their versions. The counter
+beside them, ``num_batches_tracked``, is raised by every such update, so its version stands for theirs. A
+module with such buffers and no counter is compared by value.
 """
 
 from __future__ import annotations
@@ -62,7 +67,8 @@ class Link:
     path: str
     is_alias: bool  # of the source's memory
     is_private: bool  # may be written by the forward
-    is_suspect: bool = False  # a parameter that forwards write, perhaps through ``.data``
+    is_suspect: bool = False  # may be written without a new version: only values can tell
+    clocks: tuple[Tensor, Tensor] | None = None  # see [Note: batch_norm has no version]
     seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal
 
     @property
@@ -72,15 +78,23 @@ class Link:
             return self.copy.data_ptr() != self.source.data_ptr()
         if self.is_suspect:
             return not torch.equal(self.copy, self.source)
-        return _version(self.copy) != self.seen[1]
+        return self._versions()[1] != self.seen[1]
 
     def is_stale(self) -> bool:
         """Whether the source may hold other values than the copy. Unknown versions count so."""
-        return self.is_suspect or self.seen != (_version(self.source), _version(self.copy)) or -1 in self.seen
+        return self.is_suspect or self.seen != self._versions() or -1 in self.seen
 
     def mark_equal(self) -> None:
         """Source and copy hold the same values now."""
-        self.seen = (_version(self.source), _version(self.copy))
+        self.seen = self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        if self.clocks is None:
+            return _version(self.source), _version(self.copy)
+        return (  # either one going up moves the sum
+            _version(self.source) + _version(self.clocks[0]),
+            _version(self.copy) + _version(self.clocks[1]),
+        )
 
 
 @dataclass(frozen=True)
@@ -124,13 +138,15 @@ class Replica:
         self._written = written
         self._by_copy: dict[int, Link] = {}
         self._targets: dict[int, Any] = {}
-        self.follower = Follower(source, self._link)
+        self._home = home_device(source)
+        self.follower = Follower(source, self._link, devices={self._home: slot.device})
         for link in self.links.values():
             if isinstance(link.source, nn.Parameter):
                 # What the user put on a parameter belongs to the replica's parameter too.
                 self.follower.add_cell(link.source.__dict__, link.copy.__dict__, link.path)
         self._targets = {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
         self.snapshot = Snapshot([target for _, target in self.follower.cells])
+        self.set_clocks()
         _registry[self.module] = self
 
     @property
@@ -143,6 +159,8 @@ class Replica:
         if isinstance(value, weakref.ref):
             found = self.original(value())
             return value if found is value() else weakref.ref(found)
+        if isinstance(value, torch.device):
+            return self._home if value == self.slot.device else value
         link = self._by_copy.get(id(value))
         return self.follower.original(value) if link is None else link.source
 
@@ -163,6 +181,19 @@ class Replica:
         live = live | {id(tensor) for tensor in self.follower.loose}
         for key in [key for key in self.links if key not in live]:
             self._by_copy.pop(id(self.links.pop(key).copy), None)
+
+    def set_clocks(self) -> None:
+        """See [Note: batch_norm has no version]. Needed again when tensors were exchanged."""
+        for module, _ in self.follower.modules:
+            buffers = dict(module.named_buffers(recurse=False))
+            counter = self.links.get(id(buffers.get("num_batches_tracked")))
+            for name in _UNVERSIONED & buffers.keys():
+                link = self.links[id(buffers[name])]
+                if counter is None:
+                    link.is_suspect = True
+                else:
+                    link.clocks = (counter.source, counter.copy)
+                    link.mark_equal()
 
     def relink(self, source: Tensor) -> None:
         """Drop the copy of ``source``; the next update makes a new one."""
@@ -256,14 +287,14 @@ class ReplicaSet:
         if source is not self._source:
             self.clear()
             self._source = source
-        if self._snapshot is not None and not self._follow():
+        if self._snapshot is not None and not (self._follow() and self._follow_tensors()):
             self.clear()
         for slot in slots:
             if slot.index not in self._replicas:
                 self._build(source, slot)
+        if not self._listed:
+            self._list_tensors()
         replicas = [self._replicas[slot.index] for slot in slots]
-        self._follow_scripted()
-        self._follow_tensors()
         for replica in replicas:
             self._renew(replica, force)
         return replicas
@@ -271,7 +302,6 @@ class ReplicaSet:
     # -- Following the module tree -----------------------------------------------------------
 
     def _build(self, source: nn.Module, slot: Slot) -> None:
-        home_device(source)
         replica = Replica(source, slot, share=self._share, written=self._written)
         self._prepare(replica)
         replica.snapshot.take()
@@ -285,6 +315,7 @@ class ReplicaSet:
     def _follow(self) -> bool:
         """Bring all replicas up to date; False if that needs new ones."""
         assert self._snapshot is not None and self._untracked is not None
+        self._follow_scripted()
         if not self._untracked.is_current():
             return False
         if self._snapshot.is_current() and not self._dirty:
@@ -318,31 +349,40 @@ class ReplicaSet:
             self._counts[1] += replica.update(cells)
             self._prepare(replica)
             replica.prune(live)
+            replica.set_clocks()
             replica.snapshot.take()
         self._listed = False
 
     # -- Following tensors -------------------------------------------------------------------
 
-    def _follow_tensors(self) -> None:
-        """Make new aliases where a tensor's memory was exchanged; carry requires_grad over."""
+    def _follow_tensors(self) -> bool:
+        """Make new aliases where a tensor's memory was exchanged; False if that needs new replicas."""
         stamps = [_stamp(tensor) for tensor in self._tensors]
-        if self._listed and stamps == self._stamps and not self._moved:
-            return
-        moved = [
+        if stamps == self._stamps and not self._moved:
+            return True
+        moved = self._moved + [
             tensor
             for tensor, before, now in zip(self._tensors, self._stamps, stamps, strict=True)
             if before[0] != now[0]
         ]
-        if moved or self._moved:
-            self._relink(moved + self._moved)
-            self._moved = []
+        self._moved = []
+        loose = {id(t) for r in self._replicas.values() for t in r.follower.loose}
+        if any(id(tensor) in loose for tensor in moved):
+            return False
+        if moved:
+            self._relink(moved)
+        self._listed = False
+        return True
+
+    def _list_tensors(self) -> None:
+        """Note the tensors of the tree as it is now, and carry ``requires_grad`` over."""
         first = next(iter(self._replicas.values()))
         self._tensors = [link.source for link in first.links.values()]
         self._stamps = [_stamp(tensor) for tensor in self._tensors]
         self._listed = True
         for replica in self._replicas.values():
             for link in replica.links.values():
-                if not link.is_private and link.copy.requires_grad != link.source.requires_grad:
+                if link.copy.requires_grad != link.source.requires_grad:
                     link.copy.requires_grad_(link.source.requires_grad)
 
     def _relink(self, moved: list[Tensor]) -> None:
@@ -376,6 +416,7 @@ class ReplicaSet:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_UNVERSIONED = {"running_mean", "running_var"}
 # Weak: a replica lives as long as its set.
 _registry: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
 

@@ -69,6 +69,11 @@ class Changes:
     cells: list[Any]
     is_initialisation: bool
 
+    @property
+    def parted(self) -> list[Tensor]:
+        """Source tensors whose aliases got other memory (``parameter.data = ...`` in forward)."""
+        return [links[0].source for links in self.written if any(link.is_alias for link in links)]
+
     def values(self) -> list[list[Any]]:
         """Per shard, the values of all entries: they may be part of the shards' graphs."""
         if not self.entries:

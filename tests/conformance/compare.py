@@ -109,13 +109,26 @@ def twin(module):
     return copied
 
 
-def check_same(module, *args, replicas=3, num_calls=1, options=None, **kwargs):
+def pair(make):
+    """Two modules made by ``make`` with the same parameters: for modules that hold closures."""
+    one, other = make(), make()
+    other.load_state_dict(one.state_dict())
+    return one, other
+
+
+def check_same(module, *args, replicas=3, num_calls=1, options=None, plain=None, **kwargs):
     """Run a module plain and wrapped, forward and backward, and compare everything.
+
+    Args:
+        module: is wrapped; ``plain`` is its twin, a copy if None.
+        args, kwargs: of the calls.
+        replicas, options: of the wrapper.
+        num_calls: how many steps.
 
     Returns:
         the wrapper and its last output, for what else there is to be said.
     """
-    plain = twin(module)
+    plain = twin(module) if plain is None else plain
     model = DataParallel(module, replicas=replicas, **(options or {}))
     # Each side has its own leaves; whoever wants input gradients passes leaves.
     mine, theirs = copy_leaves((args, kwargs)), copy_leaves((args, kwargs))

@@ -147,7 +147,9 @@ def test_initialisation_from_the_first_batch_sees_the_whole_batch(flag):
 @report("P11", "rosinality/glow-pytorch#2", "taesungp/contrastive-unpaired-translation#21")
 def test_a_layer_made_in_the_first_forward_is_made_once():
     class Late(nn.Module):
-        mlp = None
+        def __init__(self):
+            super().__init__()
+            self.mlp = None
 
         def forward(self, x):
             if self.mlp is None:
