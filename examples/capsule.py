@@ -17,6 +17,7 @@ from samestep import DataParallel
 BATCH = 64  # images per step
 CLASSES = 10
 TOLERANCE = 1e-10  # float64: the two runs may differ in the order of additions only
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
 
 
 def squash(vectors):
@@ -60,8 +61,8 @@ def margin_loss(lengths, target):
 def train(model, steps):
     """The ordinary loop; returns the loss and the accuracy of each step."""
     data = load_digits()
-    images = torch.from_numpy(data.images).unsqueeze(1) / 16  # float64
-    labels = torch.from_numpy(data.target)
+    images = torch.from_numpy(data.images).to(DEVICE).unsqueeze(1) / 16  # float64
+    labels = torch.from_numpy(data.target).to(DEVICE)
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     history = []
@@ -78,7 +79,7 @@ def train(model, steps):
 
 def make_model():
     torch.manual_seed(0)
-    return CapsuleNet().double()
+    return CapsuleNet().double().to(DEVICE)
 
 
 def main():

@@ -19,12 +19,13 @@ FEATURES = 16  # of a sample
 HIDDEN_CAUSES = 4  # what the two views of a sample have in common
 TEMPERATURE = 0.2
 TOLERANCE = 1e-10  # float64: the two runs may differ in the order of additions only
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
 
 
 def make_model():
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 8))
-    return encoder.double()
+    return encoder.double().to(DEVICE)
 
 
 def make_pairs(source, mixing):
@@ -32,14 +33,14 @@ def make_pairs(source, mixing):
     causes = torch.randn(BATCH, HIDDEN_CAUSES, generator=source, dtype=torch.float64)
     clean = causes @ mixing
     noise = torch.randn(2, BATCH, FEATURES, generator=source, dtype=torch.float64)
-    return clean + noise[0], clean + noise[1]
+    return (clean + noise[0]).to(DEVICE), (clean + noise[1]).to(DEVICE)
 
 
 def contrastive_loss(first, second):
     """Each row must find its other view among all rows, in both directions."""
     first, second = (nn.functional.normalize(view, dim=1) for view in (first, second))
     similarity = first @ second.T / TEMPERATURE
-    target = torch.arange(len(first))
+    target = torch.arange(len(first), device=first.device)
     loss = nn.functional.cross_entropy(similarity, target)
     return (loss + nn.functional.cross_entropy(similarity.T, target)) / 2
 

@@ -23,6 +23,7 @@ from samestep import DataParallel
 BATCH = 128  # images per step
 HELD_OUT = 360  # of 1797 images
 TOLERANCE = 1e-10  # float64: the two runs may differ in the order of additions only
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
 
 
 def make_model(dropout):
@@ -30,15 +31,16 @@ def make_model(dropout):
     torch.manual_seed(0)
     first = [nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
     second = [nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*first, *second, nn.Dropout(dropout), nn.Flatten(), nn.Linear(1024, 10))
+    last = [nn.Dropout(dropout), nn.Flatten(), nn.Linear(64 * 4 * 4, 10)]
+    return nn.Sequential(*first, *second, *last).to(DEVICE)
 
 
 def load_data():
     """Images and labels to train on, and those held out."""
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
-    images = torch.from_numpy(data.images).float().unsqueeze(1)[order] / 16
-    labels = torch.from_numpy(data.target)[order]
+    images = torch.from_numpy(data.images).float().unsqueeze(1)[order].to(DEVICE) / 16
+    labels = torch.from_numpy(data.target)[order].to(DEVICE)
     return (images[:-HELD_OUT], labels[:-HELD_OUT]), (images[-HELD_OUT:], labels[-HELD_OUT:])
 
 

@@ -21,6 +21,7 @@ PENALTY = 1.0  # weight of the gradient penalty
 # float64: the two runs differ in the order of additions only. But a GAN is a chaotic system: what
 # begins at 1e-16 grows tenfold every few steps, so only runs as short as this one can be compared.
 TOLERANCE = 1e-9
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
 
 
 def make_models():
@@ -28,18 +29,23 @@ def make_models():
     generator = nn.Sequential(nn.Linear(NOISE, 32), nn.Tanh(), nn.Linear(32, 2))
     critic = nn.Sequential(nn.Linear(2, 64), nn.Softplus(), nn.Linear(64, 64), nn.Tanh())
     critic.append(nn.Linear(64, 1, bias=False))  # a bias would cancel in the loss
-    return generator.double(), critic.double()
+    return generator.double().to(DEVICE), critic.double().to(DEVICE)
 
 
 def points_on_circle(source):
     """Real data (BATCH, 2)."""
     angle = 2 * torch.pi * torch.rand(BATCH, generator=source, dtype=torch.float64)
-    return torch.stack([angle.cos(), angle.sin()], dim=1)
+    return torch.stack([angle.cos(), angle.sin()], dim=1).to(DEVICE)
+
+
+def make_noise(source):
+    """Input of the generator (BATCH, NOISE)."""
+    return torch.randn(BATCH, NOISE, generator=source, dtype=torch.float64).to(DEVICE)
 
 
 def gradient_penalty(critic, real, fake, source):
     """How far the critic's slope is from one, at points between real and fake ones."""
-    share = torch.rand(BATCH, 1, generator=source, dtype=torch.float64)
+    share = torch.rand(BATCH, 1, generator=source, dtype=torch.float64).to(DEVICE)
     between = (share * real + (1 - share) * fake).requires_grad_()
     (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     return (slope.norm(dim=1) - 1).square().mean()
@@ -54,17 +60,15 @@ def train(generator, critic, steps):
     for _ in range(steps):
         for _ in range(CRITIC_STEPS):
             real = points_on_circle(source)
-            noise = torch.randn(BATCH, NOISE, generator=source, dtype=torch.float64)
-            fake = generator(noise).detach()
+            fake = generator(make_noise(source)).detach()
             distance = critic(real).mean() - critic(fake).mean()
             penalty = gradient_penalty(critic, real, fake, source)
             critic_optimizer.zero_grad()
             loss = PENALTY * penalty - distance
             loss.backward()
             critic_optimizer.step()
-        noise = torch.randn(BATCH, NOISE, generator=source, dtype=torch.float64)
         generator_optimizer.zero_grad()
-        fake = generator(noise)
+        fake = generator(make_noise(source))
         (-critic(fake).mean()).backward()
         generator_optimizer.step()
         error = (fake.norm(dim=1) - 1).abs().mean()  # how far from the circle its points are

@@ -18,6 +18,7 @@ BATCH = 48  # sequences per step
 SHORTEST, LONGEST = 3, 20  # values per sequence
 HIDDEN = 24  # features of the LSTM's state
 TOLERANCE = 1e-10  # float64: the two runs may differ in the order of additions only
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
 
 
 class MeanReader(nn.Module):
@@ -37,6 +38,7 @@ def make_batch(generator):
     """A list of sequences (length, 1) and their means, shape (BATCH,)."""
     lengths = torch.randint(SHORTEST, LONGEST + 1, (BATCH,), generator=generator)
     sequences = [torch.randn(n, 1, generator=generator, dtype=torch.float64) for n in lengths]
+    sequences = [sequence.to(DEVICE) for sequence in sequences]
     return sequences, torch.stack([sequence.mean() for sequence in sequences])
 
 
@@ -58,7 +60,7 @@ def train(model, steps):
 
 def make_model():
     torch.manual_seed(0)
-    return MeanReader().double()
+    return MeanReader().double().to(DEVICE)
 
 
 def main():

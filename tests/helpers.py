@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from samestep import tree
 from samestep.engine import ThreadEngine
 
-# float64 sums of some dozen numbers of size one differ by 1e-15 when they are added in another order.
+# In float64, adding some dozen numbers of size one in another order changes the sum by 1e-15.
 ATOL = 1e-10
 
 

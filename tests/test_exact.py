@@ -1,4 +1,4 @@
-"""The promise: the step of the wrapped module is the step of the plain one, whatever B and K are."""
+"""The promise: a step of the wrapped module is the plain module's, whatever B and K are."""
 
 import copy
 import functools

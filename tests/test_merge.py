@@ -37,17 +37,23 @@ splits = st.sampled_from(["chunk", "balanced", "weights"])
 
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 17).flatmap(trees), st.integers(1, 8), splits, st.data())
-def test_merging_what_was_cut_gives_it_back(batch, num_slots, split, data):
+@given(
+    st.integers(0, 17).flatmap(lambda n: st.tuples(st.just(n), trees(n))),
+    st.integers(1, 8),
+    splits,
+    st.data(),
+)
+def test_merging_what_was_cut_gives_it_back(case, num_slots, split, data):
+    num_rows, batch = case
     if split == "weights":
         weight = st.integers(0, 5)
         split = data.draw(st.lists(weight, min_size=num_slots, max_size=num_slots).filter(any))
-    plan = plan_split((batch,), {"again": batch}, num_slots=num_slots, split=split)
-    shards = cut(plan, (batch,), {"again": batch})
+    call = (torch.randn(num_rows, 2), batch), {"again": batch}  # the first tensor says what B is
+    plan = plan_split(*call, num_slots=num_slots, split=split)
+    shards = cut(plan, *call)
+    assert plan.num_rows == num_rows
     assert len(shards) == plan.num_shards
-    rows = plan.sizes or (0,)
-    merged = merge(shards, rows)
-    assert_same(merged, ((batch,), {"again": batch}))
+    assert_same(merge(shards, plan.sizes or (0,)), call)
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 8])
@@ -454,8 +460,14 @@ def test_out_dims_hold_for_one_shard_too():
         ([0, 0], "out_dims speaks about a list of 2 in output, which has 'aux/loss'"),
         ({"hidden": [0, 0, 0]}, "out_dims speaks about a list of 3"),
         ({"hidden/2": 0}, "out_dims speaks about '2' in output['hidden'], which has '0', '1'"),
-        ({"y": {"a": 0}}, "out_dims mirrors a container at output['y'], but that is a int"),
-        ({"hidden/0/x": 0}, "out_dims mirrors a container at output['hidden'][0], but that is a T"),
+        (
+            {"y": {"a": 0}},
+            "out_dims mirrors a container at output['y'], where the output has a value of type int",
+        ),
+        (
+            {"hidden/0/x": 0},
+            "out_dims mirrors a container at output['hidden'][0], where the output has a",
+        ),
         ({"aux": "sum", "aux/loss": "mean"}, "out_dims speaks twice about 'aux/loss'"),
     ],
 )

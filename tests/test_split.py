@@ -9,6 +9,7 @@ import torch
 from batches import Items, Output, Pair, Plain
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 
 from samestep import tree
 from samestep.errors import SplitError
@@ -158,6 +159,7 @@ def test_the_plans_of_equal_calls_are_one_and_differ_where_the_call_does():
         plan([x, y, 3]),
         plan({"a": x, "b": y}),
         plan({"a": x}, {"b": y}),
+        plan((x,), y),
         plan(x, y.int()),
         plan(x, True),
         plan(x, 1),
@@ -206,6 +208,7 @@ boxes = [{"boxes": torch.ones(n, 4), "label": torch.tensor(1)} for n in (5, 3, 1
         # agreeing sizes, and another tensor decides
         ((images, torch.ones(4, 2)), 4, ["cut by rows", "cut on dim 0"]),
         ((images, torch.ones(3, 2)), 3, ["cut on dim 0"] * 5),
+        ((images, torch.ones(4, 2), torch.ones(3)), 3, [*["cut on dim 0"] * 4, "whole", "cut on"]),
         # agreeing sizes, and a ragged list of the same length decides
         ((images, boxes), 4, ["cut by rows"] * 2),
         ((boxes, images), 4, ["cut by rows"] * 2),
@@ -221,6 +224,15 @@ def test_a_list_of_tensors_is_rows_or_a_container(args, num_rows, lines):
     assert len(told) == len(lines)
     for line, part in zip(told, lines, strict=True):
         assert part.removeprefix("args[0] ").removeprefix("args[0][0] ") in line
+
+
+def test_a_packed_sequence_counts_its_sequences_whatever_dim_is():
+    packed = pack_sequence([torch.ones(n, 2) for n in (3, 1, 2)], enforce_sorted=False)
+    assert explain(packed, torch.ones(4, 3), ["a"] * 3, dim=1).splitlines() == [
+        "args[0] PackedSequence of 3: cut by rows into 1 1 1",
+        "args[1] float32 [4, 3]: cut on dim 1 into 1 1 1",
+        "args[2] list of 3: cut by rows into 1 1 1",
+    ]
 
 
 def test_in_dims_settles_an_ambiguous_list():

@@ -111,9 +111,10 @@ class Engine(abc.ABC):
             _raise_first(jobs, outcomes)
             return [outcome.value for outcome in outcomes]
         finally:
-            # A traceback refers to this frame: without this, a failed call would be a cycle that
-            # keeps every shard's activations until the garbage collector runs.
-            outcomes.clear()
+            # A traceback refers to the frames that hold the outcomes: without this, a failed call
+            # would be a cycle that keeps activations until the garbage collector runs.
+            for outcome in outcomes:
+                outcome.error = outcome.value = None
 
     @abc.abstractmethod
     def _run(

@@ -10,6 +10,7 @@ Must not: keep state between calls.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -150,7 +151,10 @@ def parallel_apply(
         resolve_device(device) for device in devices
     ]
     rows = [_count_rows(pair) for pair in pairs]
-    runner = make_runner(ThreadEngine(1), places, rows, drawing="intercept", together=False)
+    lock = None if found[0] is None else found[0].lock
+    runner = make_runner(
+        ThreadEngine(1), places, rows, drawing="intercept", together=False, lock=lock
+    )
     replicas = [replica for replica in found if replica is not None]
     if len(replicas) < len(modules):
         # Modules of the user's own: nothing to stitch, their graphs are the caller's already.
@@ -227,6 +231,7 @@ def make_runner(
     together: bool,
     draws: Draws | None = None,
     home: torch.device | None = None,
+    lock: threading.RLock | None = None,
 ) -> Runner:
     """Describe the shards of one call and how to run them."""
     total, start = sum(rows), 0
@@ -236,7 +241,7 @@ def make_runner(
         start += count
     source = draws or Draws()
     streams = [Stream(source, k) for k in range(len(rows))]
-    return Runner(engine, shards, streams, drawing, together, home or devices[0])
+    return Runner(engine, shards, streams, drawing, together, home or devices[0], lock or threading.RLock())
 
 
 # ---------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class Trial:
     def undo(self) -> None:
         """Leave no trace in the parameters and the default generator."""
         self._watch.restore()
-        self._habits._replicas.clear()
+        self._habits._replicas.recover()
         if self._probe is not None:
             self._probe.restore()
 

@@ -257,7 +257,7 @@ def _merge_objects(joining: Joining, values: list[Any], spec: Any, path: Path) -
     if isinstance(spec, (Mapping, list, tuple)):
         raise ValueError(
             f"out_dims mirrors a container at {show_path(path)}, "
-            f"but that is a {type(first).__name__}"
+            f"where the output has a value of type {type(first).__name__}"
         )
     if spec is not None and not isinstance(spec, Inherited):
         refuse(joining, values, path, f"is a {type(first).__name__}, which {spec!r} cannot merge")

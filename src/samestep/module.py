@@ -199,7 +199,7 @@ class DataParallel(Wrapper):
             try:
                 return self._step(plan, method, args, kwargs)
             except BaseException as error:
-                runtime.replicas.clear()  # what the forwards wrote in them is not the source's
+                runtime.replicas.recover()  # what the forwards wrote is not the source's
                 joined = _join_single_rows(plan, error)
                 if joined is None:
                     raise
@@ -250,6 +250,7 @@ class DataParallel(Wrapper):
             together=options.sync and has_batch_norm(self.module),
             draws=trial.draws,
             home=home_device(self.module),
+            lock=runtime.replicas.lock,
         )
 
     def _plan(self, method: str | None, args: Any, kwargs: Any) -> SplitPlan:

@@ -32,6 +32,7 @@ module with such buffers and no counter is compared by value.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -91,10 +92,8 @@ class Link:
     def _versions(self) -> tuple[int, int]:
         if self.clocks is None:
             return _version(self.source), _version(self.copy)
-        return (  # either one going up moves the sum
-            _version(self.source) + _version(self.clocks[0]),
-            _version(self.copy) + _version(self.clocks[1]),
-        )
+        source, copy = self.clocks
+        return _version(self.source, source), _version(self.copy, copy)
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,16 @@ class Replica:
     """
 
     def __init__(
-        self, source: nn.Module, slot: Slot, *, share: bool = True, written: Container[int] = ()
+        self,
+        source: nn.Module,
+        slot: Slot,
+        *,
+        share: bool = True,
+        written: Container[int] = (),
+        lock: threading.RLock | None = None,
     ) -> None:
         self.slot = slot
+        self.lock = lock or threading.RLock()
         self.norms: list[NormRecord] = []
         self.links: dict[int, Link] = {}
         self._share = share
@@ -236,6 +242,7 @@ class ReplicaSet:
         self._share = share
         self._prepare = prepare or (lambda replica: None)
         self._counts = [0, 0, 0, 0]
+        self.lock = threading.RLock()  # held while leaves of the replicas accumulate gradients
         self._source: nn.Module | None = None
         self._written: dict[int, Tensor] = {}
         #: Counts up whenever a module was exchanged or train()/eval() was called.
@@ -265,6 +272,14 @@ class ReplicaSet:
     def mark_moved(self, tensors: Sequence[Tensor]) -> None:
         """A forward gave its aliases of these tensors other memory: make new ones."""
         self._moved.extend(tensors)
+
+    def recover(self) -> None:
+        """Forget what forwards left in the replicas: at the next refresh they equal the source."""
+        for replica in self._replicas.values():
+            cells = replica.follower.cells
+            self.mark_dirty([cells[index][0] for index in replica.snapshot.changed()])
+            links = replica.links.values()
+            self.mark_moved([link.source for link in links if link.is_alias and link.was_written])
 
     def make_private(self, tensors: Sequence[Tensor]) -> None:
         """Forwards write these tensors: let each replica have a copy of its own from now on."""
@@ -302,7 +317,9 @@ class ReplicaSet:
     # -- Following the module tree -----------------------------------------------------------
 
     def _build(self, source: nn.Module, slot: Slot) -> None:
-        replica = Replica(source, slot, share=self._share, written=self._written)
+        replica = Replica(
+            source, slot, share=self._share, written=self._written, lock=self.lock
+        )
         self._prepare(replica)
         replica.snapshot.take()
         self._replicas[slot.index] = replica
@@ -476,9 +493,11 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         target.copy_(source.detach())
 
 
-def _version(tensor: Tensor) -> int:
-    """The in-place version; -1 where torch keeps none."""
-    return -1 if tensor.is_inference() else tensor._version
+def _version(*tensors: Tensor) -> int:
+    """The in-place version (of several tensors: the sum goes up with each); -1 if torch keeps none."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return -1
+    return sum(tensor._version for tensor in tensors)
 
 
 def _stamp(tensor: Tensor) -> tuple[Any, bool]:

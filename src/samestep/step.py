@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from samestep.replicas import Replica
 from samestep.state import Changes, collect
-from samestep.stitch import Runner, ShardGraphs, stitch
+from samestep.stitch import Runner, ShardGraphs, make_edge, stitch
 from samestep.tree import map_leaves
 
 __all__ = ["map_tensors", "run_shards"]
@@ -161,11 +161,12 @@ def _tie(
         runner=runner,
         replicated=[[replica.links[id(s)].copy for s in sources] for replica in replicas],
         local=leaves,
-        outputs=[list(outputs.values()) for outputs in found],
+        outputs=[[make_edge(tensor) for tensor in row.values()] for row in found],
+        partials=[[] for _ in found],
     )
     if not sources and not any(local):
         return trees  # whatever requires grad was made inside: its graph ends there
-    tied = stitch(graphs, sources, local)
+    tied = stitch(graphs, [list(row.values()) for row in found], sources, local)
     result = []
     for tree, outputs, row in zip(trees, found, tied, strict=True):
         table = dict(zip(outputs, row, strict=True))

@@ -27,28 +27,37 @@ they always see. A tensor that no shard used gets no gradient (None), not zeros.
 Must not: know modules or batches.
 
 [Note: who keeps a graph]
-Inside backward, torch tells whether the caller keeps the graph (``retain_graph``). If not, the
-shards' graphs are freed as torch frees its own. A graph that was differentiated with
-``create_graph`` is shared by two nodes: freeing it through one would break the other, so such a graph
-is never freed piecemeal; each node drops its references and memory follows.
+What is kept of a shard's graph are edges into it (a node and an output number), not output tensors:
+those would hold memory that the user has let go. Inside backward, torch tells whether the caller keeps the
+graph (``retain_graph``). If not, the shards' backwards free what they walk, as torch does, and walking it
+again is torch's own error. A graph that was differentiated with ``create_graph`` is shared by two stitches:
+freeing it through one would break the other, so such a graph is never freed piecemeal; each stitch drops its
+references and memory follows.
+
+[Note: two ways to differentiate]
+When the user calls ``backward()``, the shards' backwards accumulate into their leaves, whose ``.grad`` is
+taken and put back at once: re-entrant checkpointing works in no other way. When the user calls
+``autograd.grad``, each shard computes just the gradients that were asked for.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from samestep.context import CallerContext, Shard
 from samestep.engine import Engine, Job
 from samestep.reduce import TreeSum, sum_lists
 from samestep.rng import Stream
 
-__all__ = ["Runner", "ShardGraphs", "stitch"]
+__all__ = ["Edge", "Runner", "ShardGraphs", "make_edge", "stitch"]
 
 Tensors = list[Tensor]
 MaybeTensors = list[Tensor | None]
@@ -65,6 +74,7 @@ class Runner:
         drawing: how those are ruled, see :mod:`samestep.rng`.
         together: whether the shards exchange values.
         home: the device of the source module.
+        lock: held while leaves of the replicas accumulate gradients.
     """
 
     engine: Engine
@@ -73,6 +83,7 @@ class Runner:
     drawing: Any
     together: bool
     home: torch.device
+    lock: threading.RLock
 
     def run(
         self, functions: Sequence[Callable[[], Any]], inline: torch.device | None = None
@@ -86,9 +97,21 @@ class Runner:
         return self.engine.run(jobs, context, together=self.together, inline=inline)
 
 
+class Edge(NamedTuple):
+    """Where a tensor enters a shard's graph, and its device."""
+
+    into: GradientEdge
+    device: torch.device
+
+
+def make_edge(tensor: Tensor) -> Edge:
+    """Return the edge of a tensor that requires grad."""
+    return Edge(get_gradient_edge(tensor), tensor.device)
+
+
 @dataclass
 class ShardGraphs:
-    """The K graphs of one step: their leaves and their outputs, by placement.
+    """The K graphs of one step: their leaves and the edges of their outputs, by placement.
 
     Attributes:
         runner: how to run their backwards.
@@ -102,63 +125,64 @@ class ShardGraphs:
     runner: Runner
     replicated: list[Tensors]
     local: list[Tensors]
-    outputs: list[Tensors]
-    partials: list[MaybeTensors] = field(default_factory=list)
+    outputs: list[list[Edge]]
+    partials: list[list[Edge | None]]
     is_shared: bool = False
 
 
-def stitch(graphs: ShardGraphs, replicated: Tensors, local: list[Tensors]) -> list[Tensors]:
+def stitch(
+    graphs: ShardGraphs, values: list[Tensors], replicated: Tensors, local: list[Tensors]
+) -> list[Tensors]:
     """Tie the shards' graphs into the caller's graph.
 
     Args:
         graphs: what the shards computed.
+        values: per shard, the outputs that ``graphs.outputs`` are the edges of.
         replicated: the caller's tensors that ``graphs.replicated`` stands for.
         local: per shard, the caller's tensors that ``graphs.local`` stands for.
 
     Returns:
-        Per shard, tensors equal to ``graphs.outputs`` that are part of the caller's graph.
+        Per shard, tensors equal to ``values`` that are part of the caller's graph.
     """
-    flat = _apply(graphs, replicated, local)
-    return _unflatten(flat, [len(outputs) for outputs in graphs.outputs])
-
-
-def _apply(graphs: ShardGraphs, replicated: Tensors, local: list[Tensors]) -> MaybeTensors:
-    """Outputs of all shards in a row, then the sums of the partials."""
-    return list(_Stitch.apply(graphs, *replicated, *chain.from_iterable(local)))
+    flat = _Stitch.apply(
+        graphs, list(chain.from_iterable(values)), *replicated, *chain.from_iterable(local)
+    )
+    return _unflatten(flat, [len(row) for row in values])
 
 
 class _Stitch(torch.autograd.Function):
     """The node. Its inputs are the R inputs, then the L inputs shard by shard."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: ShardGraphs, *inputs: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, graphs: ShardGraphs, values: MaybeTensors, *inputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         ctx.graphs = graphs
         # Plain attributes, not save_for_backward: nothing is saved for its value here (each shard's
         # graph checks the versions of what it saved), and the user's saved-tensor hooks must
         # not see, say, every parameter go by.
         ctx.inputs = inputs
         ctx.set_materialize_grads(False)
-        outputs = [output.detach() for output in chain.from_iterable(graphs.outputs)]
-        return (*outputs, *_sum_partials(graphs))
+        return tuple(value if value is None else value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        num_inputs = len(ctx.needs_input_grad)
+        nothing = (None,) * len(ctx.needs_input_grad)
         if all(gradient is None for gradient in gradients):
-            return (None,) * num_inputs
+            return nothing
         graphs: ShardGraphs | None = ctx.graphs
         if graphs is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time, but the shards' graphs have "
                 "been freed already; pass retain_graph=True to the first backward"
             )
-        step = _Backward(graphs, ctx.inputs, gradients, ctx.needs_input_grad[1:])
+        step = _Backward(graphs, ctx.inputs, gradients, _find_needed(ctx.next_functions))
         if torch.is_grad_enabled():
-            return (None, *step.run_differentiable())
+            return (None, None, *step.run_differentiable())
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if not is_kept:
+        if graphs.is_shared and not is_kept:
             ctx.graphs = ctx.inputs = None
-        return (None, *step.run(is_kept=is_kept))
+        return (None, None, *step.run(is_kept=is_kept or graphs.is_shared))
 
 
 class _Backward:
@@ -186,9 +210,7 @@ class _Backward:
         self.local_gradients = _unflatten(gradients[:num_local], list(map(len, graphs.outputs)))
         self.sum_gradients = list(gradients[num_local:])
         self.needed_replicated = list(needed[: self.num_replicated])
-        self.needed_local = _unflatten(
-            needed[self.num_replicated :], list(map(len, graphs.local))
-        )
+        self.needed_local = _unflatten(needed[self.num_replicated :], list(map(len, graphs.local)))
         device = next(g.device for g in gradients if g is not None)
         # On an accelerator this runs in the device's own autograd thread, and a nested backward for
         # the same device waits for that very thread: its shards must run here, inline.
@@ -196,70 +218,84 @@ class _Backward:
 
     def run(self, *, is_kept: bool) -> MaybeTensors:
         """Gradients of the node's inputs, not differentiable."""
-        keep = is_kept or self.graphs.is_shared
-        sums = TreeSum(self.num_shards, sum_lists)
+        sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists)
+        differentiate = _accumulate if torch.autograd._is_checkpoint_valid() else _differentiate
+        cut = sum(self.needed_replicated)
 
         def backward(k: int) -> Callable[[], MaybeTensors]:
             def work() -> MaybeTensors:
-                leaves = self._wanted(k)
-                found = self._differentiate(
-                    k, leaves, self.local_gradients[k], self.sum_gradients, retain_graph=keep
-                )
-                cut = sum(self.needed_replicated)
+                edges, gradients = self._arriving(k, self.local_gradients[k], self.sum_gradients)
+                found = differentiate(edges, gradients, self._wanted(k), is_kept)
                 sums.add(k, self._to_home(found[:cut]))
                 return found[cut:]
 
             return work
 
-        local = self.graphs.runner.run([backward(k) for k in range(self.num_shards)], self.inline)
+        with self.graphs.runner.lock:
+            local = self.graphs.runner.run(
+                [backward(k) for k in range(self.num_shards)], self.inline
+            )
         return self._spread(sums.result(), local)
 
     def run_differentiable(self) -> MaybeTensors:
         """Gradients of the node's inputs, themselves outputs of a stitch."""
         graphs = self.graphs
+        devices = [shard.device for shard in graphs.runner.shards]
         gradient_leaves = [
-            [_leaf(g, graphs.runner.shards[k].device) for g in self.local_gradients[k]]
-            for k in range(self.num_shards)
+            [_leaf(g, device) for g in row]
+            for row, device in zip(self.local_gradients, devices, strict=True)
         ]
-        sum_leaves = [
-            [_leaf(g, shard.device) for g in self.sum_gradients] for shard in graphs.runner.shards
-        ]
+        sum_leaves = [[_leaf(g, device) for g in self.sum_gradients] for device in devices]
+        cut = sum(self.needed_replicated)
 
         def backward(k: int) -> Callable[[], MaybeTensors]:
-            return lambda: self._differentiate(
-                k, self._wanted(k), gradient_leaves[k], sum_leaves[k], create_graph=True
-            )
+            def work() -> MaybeTensors:
+                edges, gradients = self._arriving(k, gradient_leaves[k], sum_leaves[k])
+                found = _differentiate(edges, gradients, self._wanted(k), True, True)
+                return self._to_home(found[:cut]) + found[cut:]
+
+            return work
 
         found = graphs.runner.run([backward(k) for k in range(self.num_shards)], self.inline)
-        cut = sum(self.needed_replicated)
-        present = [[g is not None and g.requires_grad for g in row[cut:]] for row in found]
         derived = ShardGraphs(
             runner=graphs.runner,
-            replicated=[r + _present(s) for r, s in zip(graphs.replicated, sum_leaves, strict=True)],
-            local=[x + _present(g) for x, g in zip(graphs.local, gradient_leaves, strict=True)],
-            outputs=[
-                [g for g, there in zip(row[cut:], mask, strict=True) if g is not None and there]
-                for row, mask in zip(found, present, strict=True)
+            replicated=[
+                leaves + _present(sums)
+                for leaves, sums in zip(graphs.replicated, sum_leaves, strict=True)
             ],
-            partials=[self._to_home(row[:cut]) for row in found],
+            local=[
+                leaves + _present(gradients)
+                for leaves, gradients in zip(graphs.local, gradient_leaves, strict=True)
+            ],
+            outputs=[[make_edge(g) for g in row[cut:] if _is_recorded(g)] for row in found],
+            partials=[
+                [make_edge(g) if _is_recorded(g) else None for g in row[:cut]] for row in found
+            ],
             is_shared=True,
         )
         graphs.is_shared = True
-        inputs = _unflatten(self.inputs[self.num_replicated :], list(map(len, graphs.local)))
+        return self._tie(derived, found, cut)
+
+    def _tie(self, derived: ShardGraphs, found: list[MaybeTensors], cut: int) -> MaybeTensors:
+        """Put the shards' gradients into the caller's graph, as outputs of a second stitch."""
+        sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists)
+        for k, row in enumerate(found):
+            sums.add(k, [None if g is None else g.detach() for g in row[:cut]])
+        recorded = [g for row in found for g in row[cut:] if _is_recorded(g)]
+        inputs = _unflatten(self.inputs[self.num_replicated :], list(map(len, self.graphs.local)))
         flat = iter(
-            _apply(
+            _Stitch.apply(
                 derived,
-                [*self.inputs[: self.num_replicated], *_present(self.sum_gradients)],
-                [
-                    [*x, *_present(g)]
-                    for x, g in zip(inputs, self.local_gradients, strict=True)
-                ],
+                [*recorded, *sums.result()],
+                *self.inputs[: self.num_replicated],
+                *_present(self.sum_gradients),
+                *chain.from_iterable(
+                    [*row, *_present(gradients)]
+                    for row, gradients in zip(inputs, self.local_gradients, strict=True)
+                ),
             )
         )
-        local = [
-            [next(flat) if there else g for g, there in zip(row[cut:], mask, strict=True)]
-            for row, mask in zip(found, present, strict=True)
-        ]
+        local = [[next(flat) if _is_recorded(g) else g for g in row[cut:]] for row in found]
         return self._spread(list(flat), local)
 
     # -- One shard ---------------------------------------------------------------------------
@@ -272,36 +308,31 @@ class _Backward:
         )
         return [leaf for leaf, is_needed in pairs if is_needed]
 
-    def _differentiate(
-        self,
-        k: int,
-        leaves: Tensors,
-        local: Sequence[Tensor | None],
-        sums: Sequence[Tensor | None],
-        *,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-    ) -> MaybeTensors:
-        partials = self.graphs.partials[k] if self.graphs.partials else []
-        outputs: Tensors = []
-        gradients: Tensors = []
-        for output, gradient in chain(
-            zip(self.graphs.outputs[k], local, strict=True), zip(partials, sums, strict=True)
-        ):
-            if output is not None and gradient is not None and output.requires_grad:
-                outputs.append(output)
-                gradients.append(gradient.to(output.device))
-        if not outputs or not leaves:
-            return [None] * len(leaves)
-        keep = create_graph if retain_graph is None else retain_graph
-        return list(_run_backward(outputs, gradients, leaves, keep, create_graph))
+    def _arriving(
+        self, k: int, local: Sequence[Tensor | None], sums: Sequence[Tensor | None]
+    ) -> tuple[list[Edge], Tensors]:
+        """Where gradients enter shard k's graph, and the gradients, on the shard's device."""
+        pairs = [
+            (edge, gradient.to(edge.device))
+            for edge, gradient in chain(
+                zip(self.graphs.outputs[k], local, strict=True),
+                zip(self.graphs.partials[k], sums, strict=True),
+            )
+            if edge is not None and gradient is not None
+        ]
+        return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
     # -- All shards --------------------------------------------------------------------------
 
     def _to_home(self, gradients: MaybeTensors) -> MaybeTensors:
         """Move R gradients to the device of the caller's tensor, so that any shard can add them."""
-        sources = (t for t, is_needed in zip(self.inputs, self.needed_replicated, strict=False)
-                   if is_needed)
+        sources = [
+            tensor
+            for tensor, is_needed in zip(
+                self.inputs[: self.num_replicated], self.needed_replicated, strict=True
+            )
+            if is_needed
+        ]
         return [
             g if g is None else g.to(source.device)
             for g, source in zip(gradients, sources, strict=True)
@@ -328,35 +359,75 @@ class _Backward:
 # ---------------------------------------------------------------------------
 
 
-def _run_backward(
-    outputs: Tensors, gradients: Tensors, leaves: Tensors, keep_graph: bool, create_graph: bool
-) -> tuple[Tensor | None, ...]:
+def _find_needed(next_functions: Sequence[tuple[Any, int]]) -> list[bool]:
+    """Per input of the node that runs now, whether its gradient goes anywhere."""
+    if torch.autograd._is_checkpoint_valid():  # a plain backward(): everything is wanted
+        return [node is not None for node, _ in next_functions]
+    return [node is not None and _will_run(node) for node, _ in next_functions]
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True  # torch refuses to say so of the very leaves that autograd.grad asks for
+
+
+def _differentiate(
+    edges: Sequence[Edge],
+    gradients: Tensors,
+    leaves: Tensors,
+    keep_graph: bool,
+    create_graph: bool = False,
+) -> MaybeTensors:
     """``torch.autograd.grad``, past its check for function modes.
 
     ``torch.autograd.grad`` hands itself to an active function mode, which then is off for as long as
     it runs; but activation checkpointing runs forwards inside, and their random functions must
     still find the shard's stream.
     """
-    found: tuple[Tensor | None, ...] = torch.autograd.graph._engine_run_backward(
-        tuple(outputs),
-        tuple(gradients),
-        keep_graph,
-        create_graph,
-        tuple(leaves),
-        allow_unreachable=True,
-        accumulate_grad=False,
+    if not edges or not leaves:
+        return [None] * len(leaves)
+    return list(
+        torch.autograd.graph._engine_run_backward(
+            tuple(edge.into for edge in edges),
+            tuple(gradients),
+            keep_graph,
+            create_graph,
+            tuple(leaves),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
     )
-    return found
 
 
-def _sum_partials(graphs: ShardGraphs) -> MaybeTensors:
-    """The values of the P outputs, outside of any graph."""
-    if not graphs.partials:
-        return []
-    sums = TreeSum(len(graphs.partials), sum_lists)
-    for k, parts in enumerate(graphs.partials):
-        sums.add(k, [None if part is None else part.detach() for part in parts])
-    return sums.result()
+def _accumulate(
+    edges: Sequence[Edge], gradients: Tensors, leaves: Tensors, keep_graph: bool
+) -> MaybeTensors:
+    """``torch.autograd.backward``; the leaves' gradients are taken and put back as they were."""
+    if not edges:
+        return [None] * len(leaves)
+    before = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.graph._engine_run_backward(
+            tuple(edge.into for edge in edges),
+            tuple(gradients),
+            keep_graph,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        return [leaf.grad for leaf in leaves]
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+
+
+def _is_recorded(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
 
 
 def _leaf(gradient: Tensor | None, device: torch.device) -> Tensor | None:

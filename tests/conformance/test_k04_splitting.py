@@ -75,7 +75,8 @@ def test_a_zero_dim_tensor_goes_whole_to_every_shard():
 
     scale = {"s": torch.tensor(2.0, dtype=torch.float64)}
     check_same(Checked(use), rows(7, 3), n=torch.tensor(3.0, dtype=torch.float64), scale=scale)
-    check_same(Checked(lambda n, x: x * n), rows(grad=True), rows(7, 3))
+    factor = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    check_same(Checked(lambda n, x: x * n), factor, rows(7, 3))
 
 
 class Bag:
