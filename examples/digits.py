@@ -90,8 +90,7 @@ def measure(models, data, blocks=9, steps=10):
     for _ in range(blocks + 1):
         for model, samples in zip(models, times, strict=True):
             start = time.perf_counter()
-            for _ in train(model, data, steps):
-                pass
+            list(train(model, data, steps))
             samples.append((time.perf_counter() - start) / steps * 1e3)
     return [statistics.median(samples[1:]) for samples in times]
 
@@ -102,7 +101,6 @@ def main():
     parser.add_argument("--replicas", type=int, default=2)
     args = parser.parse_args()
     rows, held_out = load_data()
-
     print("1. The same step? (float64, dropout off, BatchNorm synchronised)")
     compare(rows, args.replicas, min(args.steps, 10))
     plain, model = make_model(dropout=0.25), make_model(dropout=0.25)
@@ -115,7 +113,7 @@ def main():
     print(f"accuracy on {HELD_OUT} held-out rows: {ours:.1%}   (plain: {theirs:.1%})")
     ours, theirs = measure([model, plain], rows)
     print(f"3. Speed: {theirs / ours:.2f} times that of the plain module ", end="")
-    print(f"({ours:.1f} and {theirs:.1f} ms per step, {torch.get_num_threads()} cores)")
+    print(f"({ours:.1f} and {theirs:.1f} ms per step; plain: {torch.get_num_threads()} threads)")
 
 
 if __name__ == "__main__":

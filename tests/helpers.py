@@ -1,7 +1,11 @@
-"""One training step as data, and the comparison of two of them."""
+"""One training step as data, the comparison of two of them, and Ctrl-C at a chosen moment."""
 
+import contextlib
 import dataclasses
 import math
+import os
+import signal
+import threading
 from collections import UserDict, deque
 
 import torch
@@ -62,6 +66,24 @@ def use_workers(model, num_workers):
     """Give the wrapper's shards this many threads, whatever the machine has."""
     model._samestep_runtime.threads = ThreadEngine(1, num_workers=num_workers)
     return model
+
+
+@contextlib.contextmanager
+def interrupting(interrupt, after_s):
+    """Call ``interrupt`` in a while; if that ends nothing, end the test before it hangs for ever."""
+    late = []
+    timer = threading.Timer(after_s, interrupt)
+    rescue = [threading.Timer(5 + n, os.kill, (os.getpid(), signal.SIGINT)) for n in range(2)]
+    rescue.append(threading.Timer(4.9, late.append, (True,)))
+    for each in (timer, *rescue):
+        each.start()
+    try:
+        yield
+    finally:
+        for each in (timer, *rescue):
+            each.cancel()
+            each.join()
+        assert not late, "the caller went on waiting after Ctrl-C"
 
 
 def assert_alike(one, other, atol=ATOL):

@@ -38,7 +38,7 @@ DELAYS = []  # the plan of the moment; a global, so that every replica sees the 
 
 
 class Slow(nn.Module):
-    """Dropout, an LSTM with dropout inside, batch statistics; held up in forward and in backward."""
+    """Dropout, an LSTM with dropout inside, batch statistics; held up in forward and backward."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def delayed():
 
 
 def train(num_replicas, num_workers, steps=2, **options):
-    """Everything that a few steps leave behind: outputs, gradients, weights, statistics, generator."""
+    """What a few steps leave behind: outputs, gradients, weights, statistics, the generator."""
     torch.manual_seed(3)
     model = DataParallel(Slow(), replicas=num_replicas, **options)
     if num_workers:

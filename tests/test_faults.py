@@ -2,6 +2,7 @@
 
 import _thread
 import gc
+import os
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import assert_alike, use_workers
+from helpers import assert_alike, interrupting, use_workers
 from torch import nn
 
 from samestep import DataParallel, MergeError, current_shard
@@ -219,7 +220,12 @@ def test_ctrl_c_in_the_callers_own_shard_ends_the_call(faulty):
     take_step(model)
 
 
-def test_ctrl_c_while_waiting_for_the_others_ends_the_call(faulty):
+@pytest.mark.parametrize(
+    "interrupt",
+    [_thread.interrupt_main, lambda: os.kill(os.getpid(), signal.SIGINT)],
+    ids=["simulated", "signal"],
+)
+def test_ctrl_c_while_waiting_for_the_others_ends_the_call(faulty, interrupt):
     ended = []
 
     def slow():
@@ -230,11 +236,8 @@ def test_ctrl_c_while_waiting_for_the_others_ends_the_call(faulty):
     take_step(model)
     before = state_of(model)[:2]
     Faulty.plan.forward = {(2, 1): slow}
-    timer = threading.Timer(0.1, _thread.interrupt_main)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupting(interrupt, 0.1), pytest.raises(KeyboardInterrupt):
         model(torch.randn(ROWS, 3))
-    timer.join()
     assert ended == [1]  # nothing runs on behind the caller's back
     assert_alike(state_of(model)[:2], before, atol=0)
     Faulty.plan.forward = {}

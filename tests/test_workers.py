@@ -1,5 +1,6 @@
 """Leasing threads: who runs what, what is waited for, what comes back."""
 
+import _thread
 import gc
 import os
 import signal
@@ -8,7 +9,9 @@ import time
 import weakref
 
 import pytest
+from helpers import interrupting
 
+from samestep import workers
 from samestep.workers import PoolStats, WorkerPool
 
 
@@ -120,19 +123,50 @@ def test_an_interrupt_waits_for_the_jobs_and_gives_the_workers_back(pool):
     assert ended == [1, 2]
 
 
-def test_an_interrupt_while_waiting_waits_on(pool):
+@pytest.mark.parametrize(
+    "interrupt",
+    [_thread.interrupt_main, lambda: os.kill(os.getpid(), signal.SIGINT)],
+    ids=["simulated", "signal"],
+)
+def test_an_interrupt_while_waiting_waits_on(pool, interrupt):
+    ended = []
+
+    def slow():
+        time.sleep(0.15)
+        ended.append(1)
+
+    with interrupting(interrupt, 0.05), pytest.raises(KeyboardInterrupt):
+        pool.run(nothing, [slow])
+    assert ended == [1]
+    assert pool.stats().num_idle == 1
+
+
+@pytest.mark.parametrize("place", ["get", "submit"])
+def test_an_interrupt_between_two_lines_loses_no_job(pool, monkeypatch, place):
+    """Whatever the caller's line, the jobs that were started are awaited."""
     ended = []
 
     def slow():
         time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)  # the caller waits for this job
-        time.sleep(0.1)
         ended.append(1)
 
-    with pytest.raises(KeyboardInterrupt):
+    real = getattr(workers, "SimpleQueue" if place == "get" else "_Worker")
+
+    class Interrupting(real):
+        def get(self, *args):
+            item = super().get(*args)
+            if threading.current_thread() is threading.main_thread():
+                signal.raise_signal(signal.SIGINT)  # the item is taken, nobody has noted it
+            return item
+
+        def submit(self, *args):
+            super().submit(*args)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(workers, real.__name__, Interrupting)
+    with interrupting(nothing, 0), pytest.raises(KeyboardInterrupt):
         pool.run(nothing, [slow])
     assert ended == [1]
-    assert pool.stats().num_idle == 1
 
 
 def test_a_second_interrupt_abandons_what_still_runs(pool):

@@ -105,10 +105,11 @@ def replicate(
     """
     slots = _slots(devices)
     replicas = (keep or ReplicaSet()).refresh(network, slots)
-    if detach:
-        for replica in replicas:
-            for link in replica.links.values():
-                link.copy.requires_grad_(False)
+    for replica in replicas if detach else ():
+        for link in replica.links.values():
+            link.copy.requires_grad_(False)
+    for replica in replicas if keep is None else ():
+        replica.attach()
     return [replica.module for replica in replicas]
 
 

@@ -153,7 +153,7 @@ class Replica:
         self._targets = {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
         self.snapshot = Snapshot([target for _, target in self.follower.cells])
         self.set_clocks()
-        _registry[self.module] = self
+        _registry[self.module] = weakref.ref(self)
 
     @property
     def module(self) -> nn.Module:
@@ -200,6 +200,11 @@ class Replica:
                 else:
                     link.clocks = (counter.source, counter.copy)
                     link.mark_equal()
+
+    def attach(self) -> None:
+        """Let the module keep this record alive: for replicas that no set will keep."""
+        self.module.__dict__["_samestep_replica"] = self
+        self.snapshot.take()
 
     def relink(self, source: Tensor) -> None:
         """Drop the copy of ``source``; the next update makes a new one."""
@@ -434,18 +439,22 @@ class ReplicaSet:
 # ---------------------------------------------------------------------------
 
 _UNVERSIONED = {"running_mean", "running_var"}
-# Weak: a replica lives as long as its set.
-_registry: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
+# Weak on both sides: a replica belongs to its set.
+_registry: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def find_replica(module: nn.Module) -> Replica | None:
     """Return the record of a replica that is in use; None for any other module."""
-    return _registry.get(module)
+    found = _registry.get(module)
+    return None if found is None else found()
 
 
 def replicas_of(modules: Sequence[nn.Module]) -> list[Replica]:
     """Return the records of modules that are replicas in use."""
-    return [_registry[module] for module in modules]
+    found = [find_replica(module) for module in modules]
+    return [replica for replica in found if replica is not None]
 
 
 def home_device(module: nn.Module) -> torch.device:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
+from samestep.reduce import tree_sum
 from samestep.replicas import Replica
 from samestep.state import Changes, collect
 from samestep.stitch import Runner, ShardGraphs, make_edge, stitch
@@ -73,6 +74,7 @@ def run_shards(
         for replica, output in zip(replicas, outputs, strict=True)
     ]
     changes = collect(replicas)
+    _collect_gradients(replicas)
     if is_recorded:
         values = changes.values()
         trees = [(out, values[k] if values else None) for k, out in enumerate(outputs)]
@@ -102,6 +104,21 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+def _collect_gradients(replicas: Sequence[Replica]) -> None:
+    """Bring home what a forward accumulated by calling ``backward()`` itself."""
+    for key, link in replicas[0].links.items():
+        copies = [replica.links[key].copy for replica in replicas]
+        parts = [copy.grad for copy in copies if copy.grad is not None]
+        if not parts:
+            continue
+        for copy in copies:
+            copy.grad = None
+        with torch.no_grad():
+            total = tree_sum([part.to(link.source.device) for part in parts])
+            before = link.source.grad
+            link.source.grad = total if before is None else before + total
 
 
 @contextlib.contextmanager

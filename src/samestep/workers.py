@@ -24,6 +24,10 @@ from queue import SimpleQueue
 __all__ = ["PoolStats", "WorkerPool", "pool"]
 
 Job = Callable[[], None]
+# What lies in a worker's inbox: the job, the list that counts those that ended, and a queue to wake
+# the caller by.
+_Order = tuple[Job, list[None], SimpleQueue[None]]
+_put = SimpleQueue.put
 
 
 @dataclass(frozen=True)
@@ -38,28 +42,28 @@ class _Worker:
     """One daemon thread and its inbox."""
 
     def __init__(self, number: int) -> None:
-        self._inbox: SimpleQueue[tuple[Job, SimpleQueue[None]] | None] = SimpleQueue()
+        self.inbox: SimpleQueue[_Order | None] = SimpleQueue()
         name = f"samestep-worker-{number}"
         threading.Thread(target=self._loop, name=name, daemon=True).start()
 
-    def submit(self, job: Job, done: SimpleQueue[None]) -> None:
-        self._inbox.put((job, done))
-
     def stop(self) -> None:
-        self._inbox.put(None)
+        """Let the thread end, after the jobs it has."""
+        self.inbox.put(None)
 
     def _loop(self) -> None:
         while True:
-            item = self._inbox.get()
-            if item is None:
+            order = self.inbox.get()
+            if order is None:
                 return
-            job, done = item
+            job, finished, wake = order
             try:
                 job()
             finally:
                 # Dropped before the caller wakes: a waiting thread would keep activations alive.
-                del job, item
-                done.put(None)
+                del job, order
+                finished.append(None)
+                wake.put(None)
+                del finished, wake
 
 
 class WorkerPool:
@@ -82,26 +86,28 @@ class WorkerPool:
             KeyboardInterrupt: it arrived meanwhile; the jobs have ended all the same.
         """
         workers = self._lease(len(others))
-        done: SimpleQueue[None] = SimpleQueue()
+        wake: SimpleQueue[None] = SimpleQueue()
+        finished: list[None] = []
+        sent: list[None] = []
         interrupt: BaseException | None = None
-        for worker, job in zip(workers, others, strict=True):
-            worker.submit(job, done)
         try:
+            # Ctrl-C strikes between two bytecodes; this one call hands out all jobs or none.
+            inboxes = [worker.inbox for worker in workers]
+            sent.extend(map(_put, inboxes, [(job, finished, wake) for job in others]))
             mine()
-        except KeyboardInterrupt as error:  # between two lines of a job that itself never raises
+        except KeyboardInterrupt as error:
             interrupt = error
-        pending = len(workers)
         try:
-            while pending:
+            # Not counted by what was taken from the queue: Ctrl-C may strike after a take.
+            while len(finished) < len(sent):
                 try:
-                    done.get()
-                    pending -= 1
+                    wake.get()
                 except KeyboardInterrupt as error:
                     if interrupt is not None:
                         raise
                     interrupt = error
         finally:
-            if pending:
+            if len(finished) < len(sent):
                 for worker in workers:
                     worker.stop()
             else:

@@ -10,7 +10,12 @@ from torch.nn.utils.rnn import PackedSequence
 from samestep import DataParallel
 
 # Differences that the order of floating-point additions can make; values here are of order one.
-TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4}
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.complex128: 1e-10,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+}
 
 
 def rows(*shape, grad=False):

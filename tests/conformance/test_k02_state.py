@@ -72,6 +72,23 @@ def test_a_stored_output_is_the_whole_batchs_and_has_its_gradient():
     assert_same_state(module, plain)
 
 
+@report("P08", "Lightning-AI/pytorch-lightning#565", "Lightning-AI/pytorch-lightning#364")
+def test_a_stored_output_is_read_in_the_next_call():
+    class Alternating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 2).double()
+            self.last = None
+
+        def forward(self, x):
+            if self.last is None:
+                self.last = self.fc(x).detach()
+                return self.last
+            return self.fc(x) - self.last
+
+    check_same(Alternating(), rows(7, 3), num_calls=3)
+
+
 @report("P09", "Lightning-AI/pytorch-lightning#4353")
 def test_an_accumulating_buffer_has_the_whole_batch():
     class Total(nn.Module):

@@ -63,7 +63,9 @@ def test_a_function_that_finds_the_module_in_a_global_is_refused_by_name():
     exec("def f(x): return net.fc(x)", scope)
     module.f = scope["f"]
     module.forward = lambda x: module.f(x)
-    with pytest.raises(ReplicaError, match="'f' is a function that uses the module through .*'net'"):
+    with pytest.raises(
+        ReplicaError, match="'f' is a function that uses the module through .*'net'"
+    ):
         DataParallel(module, replicas=2)(rows(7, 3))
 
 

@@ -60,7 +60,9 @@ def test_hidden_state_is_cut_on_its_own_dim():
 @report("P25", "pytorch/pytorch#7890", "pytorch/pytorch#10537")
 def test_what_would_be_done_can_be_read_and_a_wrong_dim_shows_both_sizes():
     model = DataParallel(nn.GRU(3, 4, batch_first=True), replicas=2, in_dims={"hx": 0})
-    told = str(DataParallel(nn.GRU(3, 4), replicas=2).explain(torch.ones(7, 5, 3), torch.ones(2, 7, 4)))
+    told = str(
+        DataParallel(nn.GRU(3, 4), replicas=2).explain(torch.ones(7, 5, 3), torch.ones(2, 7, 4))
+    )
     assert "args[0] float32 [7, 5, 3]: cut on dim 0 into 4 3" in told
     assert "args[1] float32 [2, 7, 4]: whole" in told
     with pytest.raises(SplitError, match=r"\[2, 7, 4\] has 2 rows on dim 0, but the batch has 7"):

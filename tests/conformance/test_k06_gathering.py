@@ -64,10 +64,14 @@ def test_strings_come_back_as_strings():
     assert told == ["shard 0", "shard 1"]
 
 
-@report("P45", "pytorch/pytorch#15994", "pytorch/pytorch#94699", "Lightning-AI/pytorch-lightning#2507")
+@report(
+    "P45", "pytorch/pytorch#15994", "pytorch/pytorch#94699", "Lightning-AI/pytorch-lightning#2507"
+)
 def test_numbers_and_flags_come_back_as_they_are():
     check_same(Returning(lambda y: (y, 3, True, 2.5, 1j, None)), rows(7, 3))
-    with pytest.raises(MergeError, match=r"output\[1\] differs between shards: shard 0 \(3 rows\): int 3"):
+    with pytest.raises(
+        MergeError, match=r"output\[1\] differs between shards: shard 0 \(3 rows\): int 3"
+    ):
         DataParallel(Returning(lambda y: (y, len(y))), replicas=3)(rows(7, 3))
     _, count = DataParallel(Returning(lambda y: (y, len(y))), replicas=3, out_dims={"1": "sum"})(
         rows(7, 3)
@@ -175,7 +179,10 @@ def test_padding_to_the_total_length_in_forward_joins():
 @report("P52", "pytorch/pytorch#51104")
 def test_outputs_land_on_any_output_device():
     module = nn.Linear(3, 2)
-    assert DataParallel(module, ["cpu"] * 2, output_device="cpu")(rows(7, 3).float()).device.type == "cpu"
+    assert (
+        DataParallel(module, ["cpu"] * 2, output_device="cpu")(rows(7, 3).float()).device.type
+        == "cpu"
+    )
     output = DataParallel(Returning(lambda y: {"y": [y], "n": 1}), ["cpu"] * 2, "meta")(rows(7, 3))
     assert output["y"][0].device.type == "meta"
 
@@ -240,7 +247,10 @@ def test_boxes_and_per_row_lists_of_dicts_come_back_in_row_order():
 
     module, x = Returning(flat), rows(7, 3)
     counts = torch.tensor([1, 0, 3, 2, 0, 1, 4])
-    (boxes, numbers), (expected, others) = DataParallel(module, replicas=3)(x, counts), module(x, counts)
+    (boxes, numbers), (expected, others) = (
+        DataParallel(module, replicas=3)(x, counts),
+        module(x, counts),
+    )
     torch.testing.assert_close(boxes, expected)
     assert numbers.tolist() == others.tolist()
 

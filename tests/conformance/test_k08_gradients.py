@@ -228,7 +228,9 @@ def test_hooks_on_parameters_fire_once_with_the_sum():
     plain(x).square().sum().backward()
     assert len(seen["mine"]) == len(seen["plain"]) == 2
     for one in seen["mine"]:
-        assert any(one.shape == other.shape and torch.allclose(one, other) for other in seen["plain"])
+        assert any(
+            one.shape == other.shape and torch.allclose(one, other) for other in seen["plain"]
+        )
 
 
 @report("P66")

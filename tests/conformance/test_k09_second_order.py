@@ -9,7 +9,9 @@ from samestep import DataParallel
 
 
 def make_critic():
-    return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    return nn.Sequential(
+        nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)
+    ).double()
 
 
 def penalty(critic, x):
@@ -78,7 +80,9 @@ def test_a_step_of_meta_learning_differentiates_through_the_inner_update():
     x, z = rows(7, 3), rows(5, 3)
 
     def outer(net):
-        inner = torch.autograd.grad(net(x, weight, bias).square().mean(), (weight, bias), create_graph=True)
+        inner = torch.autograd.grad(
+            net(x, weight, bias).square().mean(), (weight, bias), create_graph=True
+        )
         fast = [p - 0.1 * g for p, g in zip((weight, bias), inner, strict=True)]
         return torch.autograd.grad(net(z, *fast).square().mean(), (weight, bias))
 

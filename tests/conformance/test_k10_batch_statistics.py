@@ -62,9 +62,7 @@ def test_synchronised_batchnorm_is_the_plain_one_forward_and_backward(
 ):
     module = make_network(norm, conv, num_dims)
     x = rows(11, 3, *(2,) * num_dims, grad=True)
-    check_same(
-        module, x, replicas=num_replicas, num_calls=2, options={"sync_batch_norm": True}
-    )
+    check_same(module, x, replicas=num_replicas, num_calls=2, options={"sync_batch_norm": True})
 
 
 @report("P72", "pytorch/pytorch#38940")

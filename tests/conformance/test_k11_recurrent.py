@@ -45,6 +45,7 @@ def test_three_steps_of_training_always_use_the_current_weights(kind):
 
 
 @report("P76", "pytorch/pytorch#34513")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_a_scripted_recurrent_network_has_the_current_weights():
     class Recurrent(nn.Module):
         def __init__(self):

@@ -7,16 +7,14 @@ import torch
 from compare import assert_same_state, check_same, rows, twin
 from reports import beyond, report
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from samestep import DataParallel
 
 
 @report("P77", "pytorch/pytorch#11476")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
-@pytest.mark.parametrize(
-    "spectral_norm", [nn.utils.spectral_norm, parametrizations.spectral_norm]
-)
+@pytest.mark.parametrize("spectral_norm", [nn.utils.spectral_norm, parametrizations.spectral_norm])
 def test_the_power_iteration_of_spectral_norm_moves_as_in_a_plain_call(spectral_norm):
     plain = nn.Sequential(spectral_norm(nn.Linear(3, 4).double()), nn.Tanh())
     module = nn.Sequential(spectral_norm(nn.Linear(3, 4).double()), nn.Tanh())
@@ -115,7 +113,7 @@ def test_a_cached_weight_is_shared_by_two_uses_in_one_forward():
 @beyond("K12")
 def test_pruning_masks_and_parametrizations_removed_between_calls():
     module = nn.Sequential(nn.Linear(3, 4).double(), nn.Tanh(), nn.Linear(4, 2).double())
-    nn.utils.prune.random_unstructured(module[0], "weight", amount=5)
+    prune.random_unstructured(module[0], "weight", amount=5)
     model = DataParallel(module, replicas=3)
     x = rows(7, 3)
     output = model(x)
@@ -126,7 +124,7 @@ def test_pruning_masks_and_parametrizations_removed_between_calls():
     module.zero_grad()
     module(x).sum().backward()
     torch.testing.assert_close(module[0].weight_orig.grad, gradient)
-    nn.utils.prune.remove(module[0], "weight")
+    prune.remove(module[0], "weight")
     torch.testing.assert_close(model(x), module(x))
     parametrizations.weight_norm(module[2])
     torch.testing.assert_close(model(x), module(x))
