@@ -1,11 +1,8 @@
-"""One training step as data, the comparison of two of them, and Ctrl-C at a chosen moment."""
+"""One training step as data, and the comparison of two of them."""
 
-import contextlib
+import copy
 import dataclasses
 import math
-import os
-import signal
-import threading
 from collections import UserDict, deque
 
 import torch
@@ -54,36 +51,14 @@ def train_step(model, args, kwargs, leaves=()):
     output = model(*args, **kwargs)
     loss = score(output)
     loss.backward()
-    gradients = {name: copy_of(p.grad) for name, p in model.named_parameters()}
-    return Step(output, loss.detach(), [copy_of(leaf.grad) for leaf in leaves], gradients)
-
-
-def copy_of(tensor):
-    return None if tensor is None else tensor.detach().clone()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return Step(output, loss.detach(), *copy.deepcopy(([leaf.grad for leaf in leaves], gradients)))
 
 
 def use_workers(model, num_workers):
     """Give the wrapper's shards this many threads, whatever the machine has."""
     model._samestep_runtime.threads = ThreadEngine(1, num_workers=num_workers)
     return model
-
-
-@contextlib.contextmanager
-def interrupting(interrupt, after_s):
-    """Call ``interrupt`` in a while; if that ends nothing, end the test before it hangs for ever."""
-    late = []
-    timer = threading.Timer(after_s, interrupt)
-    rescue = [threading.Timer(5 + n, os.kill, (os.getpid(), signal.SIGINT)) for n in range(2)]
-    rescue.append(threading.Timer(4.9, late.append, (True,)))
-    for each in (timer, *rescue):
-        each.start()
-    try:
-        yield
-    finally:
-        for each in (timer, *rescue):
-            each.cancel()
-            each.join()
-        assert not late, "the caller went on waiting after Ctrl-C"
 
 
 def assert_alike(one, other, atol=ATOL):
@@ -97,8 +72,8 @@ def assert_alike(one, other, atol=ATOL):
         assert (one.requires_grad, one.device) == (other.requires_grad, other.device)
         torch.testing.assert_close(one, other, rtol=0, atol=atol, equal_nan=True)
     elif dataclasses.is_dataclass(one):
-        for name in (field.name for field in dataclasses.fields(one)):
-            assert_alike(getattr(one, name), getattr(other, name), atol)
+        for field in dataclasses.fields(one):
+            assert_alike(getattr(one, field.name), getattr(other, field.name), atol)
     elif isinstance(one, dict | UserDict):
         assert list(one) == list(other)
         assert_alike(list(one.values()), list(other.values()), atol)

@@ -11,7 +11,8 @@ import weakref
 
 import pytest
 import torch
-from helpers import assert_alike, interrupting, use_workers
+from helpers import assert_alike, use_workers
+from interrupts import interrupting
 from torch import nn
 
 from samestep import DataParallel, MergeError, current_shard

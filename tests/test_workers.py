@@ -9,7 +9,7 @@ import time
 import weakref
 
 import pytest
-from helpers import interrupting
+from interrupts import interrupting
 
 from samestep import workers
 from samestep.workers import PoolStats, WorkerPool
@@ -141,32 +141,37 @@ def test_an_interrupt_while_waiting_waits_on(pool, interrupt):
     assert pool.stats().num_idle == 1
 
 
-@pytest.mark.parametrize("place", ["get", "submit"])
-def test_an_interrupt_between_two_lines_loses_no_job(pool, monkeypatch, place):
-    """Whatever the caller's line, the jobs that were started are awaited."""
+def test_an_interrupt_right_after_a_completion_was_taken_loses_nothing(pool, monkeypatch):
     ended = []
 
     def slow():
         time.sleep(0.05)
         ended.append(1)
 
-    real = getattr(workers, "SimpleQueue" if place == "get" else "_Worker")
-
-    class Interrupting(real):
+    class Interrupting(workers.SimpleQueue):
         def get(self, *args):
             item = super().get(*args)
             if threading.current_thread() is threading.main_thread():
                 signal.raise_signal(signal.SIGINT)  # the item is taken, nobody has noted it
             return item
 
-        def submit(self, *args):
-            super().submit(*args)
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(workers, real.__name__, Interrupting)
+    monkeypatch.setattr(workers, "SimpleQueue", Interrupting)
     with interrupting(nothing, 0), pytest.raises(KeyboardInterrupt):
         pool.run(nothing, [slow])
     assert ended == [1]
+
+
+def test_an_interrupt_before_the_callers_own_job_still_waits_for_the_others(pool):
+    ended = []
+
+    def slow():
+        time.sleep(0.05)
+        ended.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(lambda: signal.raise_signal(signal.SIGINT), [slow, slow])
+    assert ended == [1, 1]
+    assert pool.stats().num_idle == 2
 
 
 def test_a_second_interrupt_abandons_what_still_runs(pool):

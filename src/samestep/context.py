@@ -14,6 +14,12 @@ and may keep state that is not thread-safe. It is not copied: while one is activ
 the shards one after another in the caller's own thread, where it sees every operation. The one
 exception is ``torch.device(...)`` as a context, which is a function mode too: a plain value, so it
 is carried.
+
+[Note: checkpoint around] Activation checkpointing around the whole wrapper counts the tensors that
+are saved under its hooks and expects the same ones, in the same order, when it runs the forward
+again. Shards save from several threads, in no fixed order, so its hooks are kept out of them:
+gradients are right, but only the caller's own tensors are checkpointed. To save memory, checkpoint
+inside the module.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch import overrides
 from torch.utils._device import DeviceContext
 
 __all__ = [
@@ -66,8 +72,7 @@ class Shard:
         """Return the text that is noted on errors: ``in shard 2 of 3 (rows 20-29 of 30, cpu)``."""
         rows = f"rows {self.start}-{self.stop - 1}" if self.stop > self.start else "no rows"
         return (
-            f"in shard {self.index} of {self.num_shards} "
-            f"({rows} of {self.num_rows}, {self.device})"
+            f"in shard {self.index} of {self.num_shards} ({rows} of {self.num_rows}, {self.device})"
         )
 
 
@@ -123,7 +128,7 @@ def has_modes() -> bool:
         return True
     if torch._C._len_torch_function_stack() == 0:
         return False
-    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    return any(not isinstance(mode, DeviceContext) for mode in _function_modes())
 
 
 def has_transforms() -> bool:
@@ -142,6 +147,8 @@ class CallerContext:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if self._hooks is not None and self._hooks[0].__module__ == "torch.utils.checkpoint":
+            self._hooks = (_pass, _pass)  # see [Note: checkpoint around]
         self._autocast = [_capture_autocast(kind) for kind in _device_types()]
         self._cache = torch.is_autocast_cache_enabled()
         self._device = _default_device()
@@ -158,7 +165,8 @@ class CallerContext:
         return self._variables.copy().run(self._run, function, device)
 
     def _run(self, function: Callable[[], T], device: torch.device) -> T:
-        if threading.get_ident() == self._thread and not self._streams:
+        is_checkpointed = self._hooks is not None and self._hooks[0] is _pass
+        if threading.get_ident() == self._thread and not self._streams and not is_checkpointed:
             # The caller's own thread has the settings already; its grad mode may be another one
             # by now only inside the stitch's backward, which passes a context of its own.
             return function()
@@ -176,9 +184,7 @@ class CallerContext:
         stack.enter_context(torch.set_grad_enabled(self._grad))
         for kind, enabled, dtype in self._autocast:
             if enabled:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, cache_enabled=self._cache)
-                )
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cache))
         if self._hooks is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
         if self._device is not None:
@@ -203,9 +209,17 @@ def _capture_autocast(kind: str) -> tuple[str, bool, torch.dtype]:
 
 
 def _default_device() -> torch.device | None:
-    modes: list[Any] = _get_current_function_mode_stack()
-    devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
+    devices = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
     return devices[-1] if devices else None
+
+
+def _function_modes() -> list[Any]:
+    found: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return found
+
+
+def _pass(value: Any) -> Any:
+    return value
 
 
 def _capture_streams() -> list[contextlib.AbstractContextManager[Any]]:
@@ -213,6 +227,5 @@ def _capture_streams() -> list[contextlib.AbstractContextManager[Any]]:
     if not torch.accelerator.is_available():
         return []
     return [
-        torch.accelerator.current_stream(index)
-        for index in range(torch.accelerator.device_count())
+        torch.accelerator.current_stream(index) for index in range(torch.accelerator.device_count())
     ]

@@ -99,8 +99,10 @@ def plan_slots(device_ids: Sequence[Device] | None, replicas: int | None) -> tup
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
     if isinstance(device_ids, (str, int, torch.device)):
-        raise TypeError(f"device_ids must be a sequence of devices, got {device_ids!r}; "
-                        f"write device_ids=[{device_ids!r}]")
+        raise TypeError(
+            f"device_ids must be a sequence of devices, got {device_ids!r}; "
+            f"write device_ids=[{device_ids!r}]"
+        )
     if device_ids is None:
         devices = _default_devices(replicas)
     else:
@@ -114,9 +116,7 @@ def plan_slots(device_ids: Sequence[Device] | None, replicas: int | None) -> tup
             f"({len(devices)}); pass device_ids[:{num_slots}] or more replicas"
         )
     # Slot k goes to device floor(k * D / K): contiguous runs whose lengths differ by at most one.
-    return tuple(
-        Slot(k, devices[k * len(devices) // num_slots]) for k in range(num_slots)
-    )
+    return tuple(Slot(k, devices[k * len(devices) // num_slots]) for k in range(num_slots))
 
 
 # ---------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """Runs the K shards of a call and collects what they return.
 
 What it holds: :class:`Job` (one shard's work), :class:`ThreadEngine` and :class:`SerialEngine`.
-Why two: the serial one is the reference, slot by slot in the caller's thread (so that ``breakpoint()``
-works in forward); the threaded one must give the same bits.
+Why two: the serial one is the reference, slot by slot in the caller's thread (so that
+``breakpoint()`` works in forward); the threaded one must give the same bits.
 
 Guarantees:
 - All shards are awaited before anything is returned or raised.
-- The error of the lowest failing shard is raised: the object itself, with its own traceback and a note
-  that says where; the other failures are notes on it. The next run works.
+- The error of the lowest failing shard is raised: the object itself, with its own traceback and a
+  note that says where; the other failures are notes on it. The next run works.
 - With fewer workers than shards, each worker runs a contiguous run of shards in turn.
 Must not: know what a job does.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -256,7 +257,7 @@ def plan_runs(
     for device, indices in by_device.items():
         parts = 1 if device.type not in ("cpu", "meta") else min(num_workers, len(indices))
         cuts = [len(indices) * part // parts for part in range(parts + 1)]
-        found = [indices[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        found = [indices[a:b] for a, b in itertools.pairwise(cuts)]
         runs = found + runs if device == inline else runs + found
     if inline is not None and inline not in by_device:
         runs.insert(0, [])

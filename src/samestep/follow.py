@@ -1,7 +1,7 @@
 """A copy of an object graph that follows its original.
 
-What it holds: :class:`Follower`, which copies everything that a module can reach and remembers which
-piece came from which, and :class:`Snapshot`, which sees by identity what has changed since.
+What it holds: :class:`Follower`, which copies everything that a module can reach and remembers
+which piece came from which.
 Why: ``copy.deepcopy`` gives real modules, but at every call it would cost milliseconds; it leaves
 closures and lambdas pointing at the original; and it cannot say which attribute a forward wrote.
 ``torch.nn.parallel.replicate`` copies one level of each module, so bound methods, containers and
@@ -33,7 +33,7 @@ import logging
 import operator
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -42,12 +42,11 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ReplicaError
+from samestep.snapshot import Cell, fill
 
-__all__ = ["Cell", "Follower", "Snapshot", "set_entry"]
+__all__ = ["Follower"]
 
 Leaf = Callable[[Tensor, str], Any]
-# One mutable container: a dict (a module's or object's __dict__ included), a list, a set, a deque.
-Cell = Any
 
 _ATOMS: frozenset[type] = frozenset(
     {
@@ -63,77 +62,6 @@ _SHARED = (
     torch.utils.data.Dataset, torch._C.Generator, types.GeneratorType,
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, deque)
-
-
-class Snapshot:
-    """What a fixed list of cells held at one moment, compared by identity in C loops.
-
-    Most cells of a module tree are empty dictionaries (hooks); those are tested together.
-    """
-
-    def __init__(self, cells: list[Cell]) -> None:
-        self._cells = cells
-        self.take()
-
-    def take(self) -> None:
-        """Remember what the cells hold now."""
-        full = [cell for cell in self._cells if cell]
-        self._empty = [cell for cell in self._cells if not cell]
-        self._dicts = [cell for cell in full if isinstance(cell, dict)]
-        self._others = [cell for cell in full if not isinstance(cell, dict)]
-        # Views are live: they show what a dictionary holds whenever they are read.
-        self._key_views = [_base(cell).keys(cell) for cell in self._dicts]
-        self._value_views = [_base(cell).values(cell) for cell in self._dicts]
-        self._keys = list(chain.from_iterable(self._key_views))
-        self._values = list(chain.from_iterable(self._value_views))
-        self._items = list(chain.from_iterable(self._others))
-        self._sizes = list(map(len, full))
-        self._full = full
-        self._contents: dict[int, Any] | None = None
-
-    def is_current(self) -> bool:
-        """Whether every cell holds the very objects that it held, in the same order."""
-        return (
-            not any(self._empty)
-            and list(map(len, self._full)) == self._sizes
-            and _same(chain.from_iterable(self._value_views), self._values)
-            and _same(chain.from_iterable(self._key_views), self._keys)
-            and _same(chain.from_iterable(self._others), self._items)
-        )
-
-    def changed(self) -> list[int]:
-        """Return the indices of the cells that changed."""
-        return [
-            index
-            for index, cell in enumerate(self._cells)
-            if not _same_content(cell, self.content(index))
-        ]
-
-    def content(self, index: int) -> Any:
-        """What cell ``index`` held: a dict for dicts, a list for everything else."""
-        if self._contents is None:  # sliced out of the flat lists only when something changed
-            self._contents = self._slice()
-        cell = self._cells[index]
-        return self._contents.get(id(cell), {} if isinstance(cell, dict) else [])
-
-    def tensors(self) -> Iterable[Tensor]:
-        """Every tensor held directly by a cell, possibly several times."""
-        return _tensors(chain(self._values, self._items))
-
-    def _slice(self) -> dict[int, Any]:
-        contents: dict[int, Any] = {}
-        at_dict = at_other = 0
-        for cell, size in zip(self._full, self._sizes, strict=True):
-            if isinstance(cell, dict):
-                stop = at_dict + size
-                contents[id(cell)] = dict(
-                    zip(self._keys[at_dict:stop], self._values[at_dict:stop], strict=True)
-                )
-                at_dict = stop
-            else:
-                contents[id(cell)] = self._items[at_other : at_other + size]
-                at_other += size
-        return contents
 
 
 class Follower:
@@ -226,14 +154,14 @@ class Follower:
 
     def add_cell(self, source: Cell, target: Cell, path: str) -> None:
         """Follow one more cell: ``target`` holds copies of what ``source`` holds."""
-        _fill(target, source, lambda value, key: self.copy(value, path + key))
+        fill(target, source, lambda value, key: self.copy(value, path + key))
         self.cells.append((source, target))
         self.paths.append(path)
 
     def update(self, index: int) -> None:
         """Make the copied cell ``index`` hold copies of what the original holds now."""
         source, target = self.cells[index]
-        _fill(target, source, lambda value, key: self.copy(value, self.paths[index] + key))
+        fill(target, source, lambda value, key: self.copy(value, self.paths[index] + key))
 
     # -- One kind of thing each -------------------------------------------------------------
 
@@ -249,10 +177,13 @@ class Follower:
             return self._copy_script(module, path)
         if hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx"):
             # torch.compile's wrapper: wrap the copy anew. torch finds the compiled code again.
-            copied: nn.Module = cls(self.copy(module._orig_mod, path), module.dynamo_ctx)
+            compiled: Any = module
+            copied: nn.Module = cls(self.copy(compiled._orig_mod, path), compiled.dynamo_ctx)
             self.modules.append((module, copied))
-            return self._remember(module, copied)
-        copied = self._remember(module, cls.__new__(cls))
+            self._remember(module, copied)
+            return copied
+        copied = cls.__new__(cls)
+        self._remember(module, copied)
         self.modules.append((module, copied))
         self.add_cell(module.__dict__, copied.__dict__, path)
         return copied
@@ -264,7 +195,7 @@ class Follower:
         would exchange the original's.
         """
         copied = copy.deepcopy(module)
-        pairs = zip(module.named_modules(), copied.modules(), strict=True)
+        pairs: Any = zip(module.named_modules(), copied.modules(), strict=True)
         for (name, source), target in pairs:
             prefix = f"{path}.{name}" if name else path
             for key, tensor in chain(
@@ -272,6 +203,11 @@ class Follower:
             ):
                 target._c.setattr(key, self.copy(tensor, f"{prefix}.{key}"))
                 self.loose.append(tensor)
+            if target._c.hasattr(
+                "_flat_weights"
+            ):  # a recurrent module's own list of its parameters
+                weights = source._c.getattr("_flat_weights")
+                target._c.setattr("_flat_weights", [self.copy(w, prefix) for w in weights])
             self._remember(source, target)
             self.modules.append((source, target))
             self.scripted.append((source, target))
@@ -341,7 +277,11 @@ class Follower:
             return value  # a container type of its own that torch's trees do not know either
         copied = maker(*(self.copy(argument, f"{path}.<args>") for argument in arguments))
         self._remember(value, copied)
-        if has_dict and cls.__getstate__ is object.__getstate__ and not hasattr(cls, "__setstate__"):
+        if (
+            has_dict
+            and getattr(cls, "__getstate__", None) is object.__getstate__
+            and not hasattr(cls, "__setstate__")
+        ):
             self.add_cell(value.__dict__, copied.__dict__, path)
         elif state is not None:
             self._set_state(copied, self.copy(state, path))
@@ -395,53 +335,6 @@ class Follower:
 # ---------------------------------------------------------------------------
 
 _EMPTY = object()
-
-
-def _same(values: Iterable[Any], before: list[Any]) -> bool:
-    return all(map(operator.is_, values, before))
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) is tuple:  # tuples are no cells: what they hold is held by their cell
-            yield from _tensors(value)
-
-
-def _same_content(cell: Cell, before: Any) -> bool:
-    if len(cell) != len(before):
-        return False
-    if isinstance(cell, dict):
-        return _same(_base(cell).values(cell), list(before.values())) and _same(cell, list(before))
-    return _same(cell, before)
-
-
-def _fill(target: Cell, source: Cell, copy: Callable[[Any, str], Any]) -> None:
-    """Replace what ``target`` holds by copies of what ``source`` holds; the types agree."""
-    if isinstance(source, dict):
-        entries = [(copy(k, f"[{k!r}]"), copy(v, _key(k))) for k, v in _base(source).items(source)]
-        _base(target).clear(target)
-        for key, value in entries:
-            set_entry(target, key, value)
-    else:
-        values = [copy(value, f"[{i}]") for i, value in enumerate(source)]
-        target.clear()
-        target.update(values) if isinstance(target, set) else target.extend(values)
-
-
-def set_entry(cell: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set an entry past any ``__setitem__`` of the user's class, which may do more than that."""
-    _base(cell).__setitem__(cell, key, value)
-
-
-def _base(cell: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """The class whose methods keep ``cell`` consistent: an OrderedDict has an order of its own."""
-    return OrderedDict if isinstance(cell, OrderedDict) else dict
-
-
-def _key(key: Any) -> str:
-    return f".{key}" if isinstance(key, str) else f"[{key!r}]"
 
 
 def _cell_content(cell: types.CellType) -> Any:

@@ -1,8 +1,9 @@
 """The four verbs of data parallelism, with the signatures of ``torch.nn.parallel``.
 
-What it holds: :func:`scatter`, :func:`replicate`, :func:`parallel_apply`, :func:`gather`. They are the very
-functions that ``DataParallel.forward`` goes through; what it knows in advance it passes by keyword.
-Why not torch's: those know no CPU, lose types and names, and give replicas without parameters.
+What it holds: :func:`scatter`, :func:`replicate`, :func:`parallel_apply`, :func:`gather`. They are
+the very functions that ``DataParallel.forward`` goes through; what it knows in advance it passes by
+keyword. Why not torch's: those know no CPU, lose types and names, and give replicas without
+parameters.
 
 Guarantees: each verb is differentiable by itself, so they can be used apart.
 Must not: keep state between calls.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +53,8 @@ def scatter(
         plan: how to cut ``(args, kwargs)`` pairs; decided from ``inputs`` if None.
 
     Returns:
-        One value per shard, of the types of ``inputs``. A shard on the device of the batch is a view.
+        One value per shard, of the types of ``inputs``. A shard on the device of the batch is a
+        view.
 
     Raises:
         SplitError: an argument cannot be cut.
@@ -74,9 +77,7 @@ def scatter(
         plan = plan_split((inputs,), {}, num_slots=len(slots), dim=dim)
         pairs = [args[0] for args, _ in cut(plan, (inputs,), {})]
     indices = plan.slots or (0,)
-    return tuple(
-        move(pair, slots[i].device) for i, pair in zip(indices, pairs, strict=False)
-    )
+    return tuple(move(pair, slots[i].device) for i, pair in zip(indices, pairs, strict=False))
 
 
 def replicate(
@@ -98,7 +99,8 @@ def replicate(
         keep: where replicas are kept from call to call; anew if None.
 
     Raises:
-        ReplicaError: the module lies on several devices, or holds a function that cannot be rebound.
+        ReplicaError: the module lies on several devices, or holds a function that cannot be
+            rebound.
 
     Source:
         The role of ``torch.nn.parallel.replicate``.
@@ -137,7 +139,12 @@ def parallel_apply(
         The role of ``torch.nn.parallel.parallel_apply``; backward is parallel too for replicas.
     """
     keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
-    lengths = {len(modules), len(inputs), len(keywords), len(modules if devices is None else devices)}
+    lengths = {
+        len(modules),
+        len(inputs),
+        len(keywords),
+        len(modules if devices is None else devices),
+    }
     if len(lengths) != 1 or not modules:
         raise ValueError(
             f"one entry per module is needed (modules: {len(modules)}, inputs: {len(inputs)}, "
@@ -148,9 +155,11 @@ def parallel_apply(
         for args, kwargs in zip(inputs, keywords, strict=True)
     ]
     found = [find_replica(module) for module in modules]
-    places = [home_device(module) for module in modules] if devices is None else [
-        resolve_device(device) for device in devices
-    ]
+    places = (
+        [home_device(module) for module in modules]
+        if devices is None
+        else [resolve_device(device) for device in devices]
+    )
     rows = [_count_rows(pair) for pair in pairs]
     lock = None if found[0] is None else found[0].lock
     runner = make_runner(
@@ -161,7 +170,7 @@ def parallel_apply(
         # Modules of the user's own: nothing to stitch, their graphs are the caller's already.
         return runner.run(
             [
-                lambda module=module, pair=pair: module(*pair[0], **pair[1])
+                partial(module, *pair[0], **pair[1])
                 for module, pair in zip(modules, pairs, strict=True)
             ]
         )
@@ -201,8 +210,8 @@ def gather(
         >>> gather([torch.zeros(2, 3), torch.ones(1, 3)], "cpu").shape
         torch.Size([3, 3])
     """
-    device = None if target_device is None else resolve_device(
-        target_device, argument="target_device"
+    device = (
+        None if target_device is None else resolve_device(target_device, argument="target_device")
     )
     if rows is None:
         rows = [_count_rows(((output,), {}), dim) for output in outputs]
@@ -242,7 +251,9 @@ def make_runner(
         start += count
     source = draws or Draws()
     streams = [Stream(source, k) for k in range(len(rows))]
-    return Runner(engine, shards, streams, drawing, together, home or devices[0], lock or threading.RLock())
+    return Runner(
+        engine, shards, streams, drawing, together, home or devices[0], lock or threading.RLock()
+    )
 
 
 # ---------------------------------------------------------------------------

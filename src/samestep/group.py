@@ -7,8 +7,8 @@ batch's sums in the middle of a forward and again in the middle of a backward.
 Guarantees:
 - Values come back in shard order, whoever arrived first.
 - No deadlock: a shard that has ended is not waited for, and shards that wait for different things
-  get an error. With ``one_at_a_time`` only one shard runs between two meetings, in shard order, which
-  is what a serial engine promises.
+  get an error. With ``one_at_a_time`` only one shard runs between two meetings, in shard order,
+  which is what a serial engine promises.
 Must not: know what is exchanged. Whoever uses a group gives each shard a thread of its own.
 """
 
@@ -125,21 +125,22 @@ def current_group() -> Group | None:
     return None if _current.member is None else _current.member[0]
 
 
-def all_reduce(value: Tensor, total: Total) -> Tensor:
+def all_reduce(value: Tensor, total: Total, place: int = 0) -> Tensor:
     """Return the sum of every shard's ``value``, the same in every shard. Differentiable.
 
     Args:
         value: this shard's part.
         total: adds a list of tensors, one per shard, in the canonical order.
+        place: where in the model this is; shards that meet at different places get an error.
 
-    Exactness: every shard gets the same bits. The gradient of a sum is the sum of the gradients that
+    Exactness: every shard gets the same bits. The gradient of a sum is the sum of the gradients
+    that
         arrive in all shards; any order of derivative is a sum again.
     """
     assert _current.member is not None
     _, _, counter = _current.member
     counter[0] += 1
-    summed: Tensor = _AllReduce.apply(value, total, ("forward", counter[0]))
-    return summed
+    return _reduce(value, total, ("forward", counter[0], place))
 
 
 class _AllReduce(torch.autograd.Function):
@@ -157,4 +158,9 @@ class _AllReduce(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.num_backwards += 1  # each shard passes here equally often, so the keys agree
         key = (*ctx.key, "backward", ctx.num_backwards)
-        return _AllReduce.apply(gradient, ctx.total, key), None, None
+        return _reduce(gradient, ctx.total, key), None, None
+
+
+def _reduce(value: Tensor, total: Total, key: Key) -> Tensor:
+    summed: Tensor = _AllReduce.apply(value, total, key)  # type: ignore[no-untyped-call]  # torch's
+    return summed

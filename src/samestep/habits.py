@@ -1,17 +1,18 @@
 """What is learnt of a module by watching its forwards, and whether an attempt may stand.
 
-What it holds: :class:`Habits` (per wrapper) and :class:`Trial` (per attempt of a call). Two things cannot be
-known before a forward has run, and both would cost every model something:
+What it holds: :class:`Habits` (per wrapper) and :class:`Trial` (per attempt of a call). Two things
+cannot be known before a forward has run, and both would cost every model something:
 
-- *Does it draw random numbers?* If it does, every operation is looked at (about 1.5 us each). A model that
-  drew nothing is not looked at again until the module changes; but the default generator is watched,
-  and if it moved, the attempt is repeated with interception on. If it moves even then (a C++ extension
-  that draws), the shards run one at a time with the generator swapped.
-- *Does it write its own parameters?* Some modules initialise themselves from the first batch (ActNorm),
-  some move parameters in every forward (a momentum encoder). Replicas share the parameters' memory, so
-  K shards would write it at once, each from its own rows. So the parameters are copied before the first
-  call on several shards and compared after it. If one was written, the copies go back and the first call
-  runs on the whole batch; from then on each replica has a copy of its own of those parameters.
+- *Does it draw random numbers?* If it does, every operation is looked at (about 1.5 us each). A
+  model that drew nothing is not looked at again until the module changes; but the default generator
+  is watched, and if it moved, the attempt is repeated with interception on. If it moves even then
+  (a C++ extension that draws), the shards run one at a time with the generator swapped.
+- *Does it write its own parameters?* Some modules initialise themselves from the first batch
+  (ActNorm), some move parameters in every forward (a momentum encoder). Replicas share the
+  parameters' memory, so K shards would write it at once, each from its own rows. So the parameters
+  are copied before the first call on several shards and compared after it. If one was written, the
+  copies go back and the first call runs on the whole batch; from then on each replica has a copy of
+  its own of those parameters.
 
 Guarantees: an attempt that does not stand has left no trace in the source module or the generator.
 Costs: one temporary copy of the parameters, in the first call only.
@@ -123,7 +124,7 @@ class Trial:
         if self.drawing == "watch":
             return "intercept"
         warnings.warn(
-            "the model draws random numbers by a function that cannot be given a shard's generator; "
+            "the model draws random numbers by a function that takes no generator of a shard's; "
             "its shards run one at a time from now on, so that the numbers stay reproducible. Draw "
             "with torch's own functions to run in parallel",
             DrawWarning,
@@ -154,6 +155,8 @@ class _Probe:
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta:
+        return True  # no values
     if one.layout != torch.strided:
         one, other = one.detach().to_dense(), other.to_dense()
     return one.shape == other.shape and torch.equal(one, other)

@@ -1,11 +1,12 @@
 """``DataParallel``: the whole batch in, the whole output out, the same step on K slots.
 
-What it holds: the wrapper. Its forward is four verbs: scatter, replicate, parallel_apply, gather. What is
-around them: the pass-through for one slot, the watched first call, the repeated call where the first
-attempt showed that random numbers were drawn after all, and the transparency of the wrapper.
+What it holds: the wrapper. Its forward is four verbs: scatter, replicate, parallel_apply, gather.
+What is around them: the pass-through for one slot, the watched first call, the repeated call where
+the first attempt showed that random numbers were drawn after all, and the transparency of the
+wrapper.
 
-Guarantees: after a call, and also after a failed one, the source module is as one plain call would have
-left it (a failed one: as it was). Calls from several threads take turns.
+Guarantees: after a call, and also after a failed one, the source module is as one plain call would
+have left it (a failed one: as it was). Calls from several threads take turns.
 Must not: contain any of the ideas it composes.
 """
 
@@ -83,24 +84,25 @@ class _Runtime:
 class DataParallel(Wrapper):
     """Run any module on several devices, as one step.
 
-    The batch is cut into K shards, each runs on its slot's replica, outputs are joined, and gradients
-    are summed into the one module, in a fixed order.
+    The batch is cut into K shards, each runs on its slot's replica, outputs are joined, and
+    gradients are summed into the one module, in a fixed order.
 
     Args:
         module: the source module; it stays the only owner of parameters, gradients and state.
-        device_ids: devices, one per slot or fewer; repeated ones and ``"cpu"`` allowed. Default: every
-            accelerator, else the CPU. ``SAMESTEP_REPLICAS=3`` gives three slots to every wrapper that
-            names neither devices nor replicas.
+        device_ids: devices, one per slot or fewer; repeated ones and ``"cpu"`` allowed. Default:
+            every accelerator, else the CPU. ``SAMESTEP_REPLICAS=3`` gives three slots to every
+            wrapper that names neither devices nor replicas.
         output_device: where outputs land; None: the device of shard 0.
         dim: the tensor dimension that counts rows.
         replicas: K. Default: one per device.
         split: ``"chunk"`` (torch.chunk's sizes), ``"balanced"``, or K weights.
         in_dims: which dim of which argument counts rows, by parameter name or position; None in it
             gives an argument whole to every shard; ``"rows"`` cuts a list.
-        out_dims: for outputs: a dim, or ``"mean"``, ``"sum"``, ``"first"``, ``"list"``, as a tree prefix or
-            ``{"key/path": ...}``.
+        out_dims: for outputs: a dim, or ``"mean"``, ``"sum"``, ``"first"``, ``"list"``, as a tree
+            prefix or ``{"key/path": ...}``.
         reduction: what a 0-dim floating output becomes: ``"mean"`` weighted by rows, or ``"sum"``.
-        buffers: ``"merge"``, ``"mean"``, ``"sum"``, ``"first"``, ``"max"``, ``"min"``, or a rule per name.
+        buffers: ``"merge"``, ``"mean"``, ``"sum"``, ``"first"``, ``"max"``, ``"min"``, or a rule
+            per name.
         sync_batch_norm: normalise with the whole batch's statistics.
         threads_per_replica: intra-op threads of a CPU slot; part of what fixes the bits.
 
@@ -108,8 +110,8 @@ class DataParallel(Wrapper):
         TypeError, ValueError: an argument that cannot be met, with the reason and the remedy.
 
     Exactness:
-        Run to run the same bits on the CPU. Equal to the plain module up to the order of additions if
-        the model does not mix rows or BatchNorm is synchronised; see docs/numerics.md.
+        Run to run the same bits on the CPU. Equal to the plain module up to the order of additions
+        if the model does not mix rows or BatchNorm is synchronised; see docs/numerics.md.
 
     Source:
         The interface of ``torch.nn.DataParallel``.
@@ -315,8 +317,8 @@ class DataParallel(Wrapper):
         """Bring all replicas up to date now.
 
         Args:
-            force: copy every tensor that a replica holds as a copy: for writes through ``.data``, which
-                torch does not count as changes.
+            force: copy every tensor that a replica holds as a copy: for writes through ``.data``,
+                which torch does not count as changes.
         """
         runtime = self._samestep_runtime
         with runtime.lock:

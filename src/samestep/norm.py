@@ -7,9 +7,9 @@ would leave are its own; and averaging variances forgets how far apart the shard
 - :func:`record`: the module's own forward, then a note of what this call did to the running
   statistics. After the step the notes are pooled: the source module ends up with the statistics of
   the whole batch, as if it had seen it.
-- :func:`synchronise`: ``sync_batch_norm=True``. The shards exchange sums in forward and backward, so
-  the normalisation itself uses the whole batch's statistics. Plain differentiable operations around one
-  differentiable sum, hence any order of derivative.
+- :func:`synchronise`: ``sync_batch_norm=True``. The shards exchange sums in forward and backward,
+  so the normalisation itself uses the whole batch's statistics. Plain differentiable operations
+  around one differentiable sum, hence any order of derivative.
 
 Exactness: statistics equal the plain module's up to rounding (docs/numerics.md).
 Must not: write to the source module before every shard has ended.
@@ -78,40 +78,41 @@ def install(pairs: Sequence[tuple[nn.Module, nn.Module]], *, sync: bool) -> list
     return records
 
 
-def record(module: _BatchNorm, forward: Any, found: NormRecord, input: Tensor) -> Tensor:
+def record(module: _BatchNorm, forward: Any, found: NormRecord, batch: Tensor) -> Tensor:
     """Run ``forward`` and note what the call did to the running statistics."""
     if not module.training or module.running_mean is None or module.running_var is None:
-        output: Tensor = forward(module, input)
+        output: Tensor = forward(module, batch)
         return output
     mean, variance = module.running_mean.clone(), module.running_var.clone()
-    output = forward(module, input)
+    output = forward(module, batch)
     factor = _factor(module)
     if factor:
         # new = (1 - factor) * old + factor * batch, solved for the batch's value.
-        batch = [
-            ((after.double() - before.double()) / factor + before.double())
+        seen_mean, seen_variance = (
+            ((after.double() - before.double()) / factor + before.double()).detach()
             for before, after in ((mean, module.running_mean), (variance, module.running_var))
-        ]
-        count = input.numel() // input.size(1)
-        found.calls.append(CallStatistics(count, batch[0].detach(), batch[1].detach(), factor))
+        )
+        count = batch.numel() // batch.size(1)
+        found.calls.append(CallStatistics(count, seen_mean, seen_variance, factor))
     return output
 
 
-def synchronise(module: _BatchNorm, forward: Any, found: NormRecord, input: Tensor) -> Tensor:
+def synchronise(module: _BatchNorm, forward: Any, found: NormRecord, batch: Tensor) -> Tensor:
     """Normalise with the statistics of all shards' rows."""
     uses_batch = module.training or module.running_mean is None
     if not uses_batch or current_group() is None:
-        return record(module, forward, found, input)
+        return record(module, forward, found, batch)
     if isinstance(module, nn.SyncBatchNorm):
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if batch.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {batch.dim()}D input)")
     else:
-        module._check_input_dim(input)
-    dims = [d for d in range(input.dim()) if d != 1]
-    shape = [1, -1] + [1] * (input.dim() - 2)
-    wide = input if input.dtype in (torch.float32, torch.float64) else input.float()
+        module._check_input_dim(batch)  # type: ignore[no-untyped-call]  # torch's own check
+    dims = [d for d in range(batch.dim()) if d != 1]
+    shape = [1, -1] + [1] * (batch.dim() - 2)
+    wide = batch if batch.dtype in (torch.float32, torch.float64) else batch.float()
     rows = wide.new_full((1,), wide.numel() // wide.size(1))
-    first = all_reduce(torch.cat([wide.sum(dims), rows]), tree_sum)
+    place = id(found.module)
+    first = all_reduce(torch.cat([wide.sum(dims), rows]), tree_sum, place)
     count = first[-1].detach()
     if count <= 1:
         raise ValueError(
@@ -119,7 +120,7 @@ def synchronise(module: _BatchNorm, forward: Any, found: NormRecord, input: Tens
         )
     mean = first[:-1] / count
     centred = wide - mean.view(shape)
-    variance = all_reduce((centred * centred).sum(dims), tree_sum) / count
+    variance = all_reduce((centred * centred).sum(dims), tree_sum, place) / count
     output = centred * torch.rsqrt(variance + module.eps).view(shape)
     if module.weight is not None:
         output = output * module.weight.view(shape)
@@ -127,7 +128,7 @@ def synchronise(module: _BatchNorm, forward: Any, found: NormRecord, input: Tens
         output = output + module.bias.view(shape)
     if module.training and module.running_mean is not None and module.running_var is not None:
         _update_running(module, mean.detach(), variance.detach() * (count / (count - 1)))
-    return output.to(input.dtype)
+    return output.to(batch.dtype)
 
 
 def merge_statistics(records: Sequence[NormRecord]) -> dict[str, Tensor] | None:
@@ -137,8 +138,8 @@ def merge_statistics(records: Sequence[NormRecord]) -> dict[str, Tensor] | None:
         records: one per shard, of the same module.
 
     Returns:
-        New values of ``running_mean``, ``running_var`` and ``num_batches_tracked``; None if the shards
-        called the module unequally often (nothing can be pooled then) or not at all.
+        New values of ``running_mean``, ``running_var`` and ``num_batches_tracked``; None if the
+        shards called the module unequally often (nothing can be pooled then) or not at all.
     """
     counts = {len(found.calls) for found in records}
     if len(counts) != 1 or counts == {0}:
@@ -169,7 +170,8 @@ def _pool(calls: Sequence[CallStatistics]) -> CallStatistics:
     mean = tree_sum([call.mean * (call.count / total) for call in calls])
     squares = tree_sum(
         [
-            call.variance * (call.count - 1) + (call.mean - mean.to(call.mean.device)) ** 2 * call.count
+            call.variance * (call.count - 1)
+            + (call.mean - mean.to(call.mean.device)) ** 2 * call.count
             for call in calls
         ]
     )
@@ -180,12 +182,15 @@ def _factor(module: _BatchNorm) -> float:
     """The weight of the last call in the running statistics, after the counter went up."""
     if module.momentum is not None:
         return module.momentum
-    return 1.0 / float(module.num_batches_tracked) if module.num_batches_tracked is not None else 0.0
+    return (
+        1.0 / float(module.num_batches_tracked) if module.num_batches_tracked is not None else 0.0
+    )
 
 
 def _update_running(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
     """As torch does it; every shard computes the same bits, so they agree afterwards."""
-    assert module.running_mean is not None and module.running_var is not None
+    assert module.running_mean is not None
+    assert module.running_var is not None
     with torch.no_grad():
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)

@@ -72,8 +72,7 @@ def tree_sum(values: Sequence[Tensor]) -> Tensor:
 def sum_lists(left: Gradients, right: Gradients) -> Gradients:
     """Add two lists entry by entry; None means "no gradient" and is not the same as zeros."""
     return [
-        b if a is None else a if b is None else add(a, b)
-        for a, b in zip(left, right, strict=True)
+        b if a is None else a if b is None else add(a, b) for a, b in zip(left, right, strict=True)
     ]
 
 

@@ -14,8 +14,8 @@ any other tensor           a private copy: a forward may write it, and shards mu
 (buffers above all)
 =========================  ===================================================================
 
-Guarantees: :meth:`ReplicaSet.refresh` returns replicas that equal the source module as it is now. If
-nothing changed since the last call it copies no byte and makes no tensor.
+Guarantees: :meth:`ReplicaSet.refresh` returns replicas that equal the source module as it is now.
+If nothing changed since the last call it copies no byte and makes no tensor.
 Must not: run a forward, or write to the source module.
 
 [Note: what is noticed]
@@ -23,11 +23,6 @@ An attribute, container entry or hook that was exchanged is seen by identity; an
 the tensor's version; ``p.data = ...`` and ``module.to(...)`` by the address; a flipped
 ``requires_grad`` by its value. Aliases need no version: their memory is the source's. Not seen: a
 write through ``.data`` into a tensor that is held as a copy (``refresh(force=True)`` is for that).
-
-[Note: batch_norm has no version]
-torch's batch_norm updates ``running_mean`` and ``running_var`` without raising their versions. The counter
-beside them, ``num_batches_tracked``, is raised by every such update, so its version stands for theirs. A
-module with such buffers and no counter is compared by value.
 """
 
 from __future__ import annotations
@@ -44,11 +39,12 @@ from torch.nn.parameter import is_lazy
 
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
-from samestep.follow import Follower, Snapshot
+from samestep.follow import Follower
+from samestep.links import Link, as_leaf, copy_all, copy_to, num_bytes, take_stamp
 from samestep.norm import NormRecord
+from samestep.snapshot import Snapshot
 
 __all__ = [
-    "Link",
     "Replica",
     "ReplicaSet",
     "ReplicaStats",
@@ -57,43 +53,6 @@ __all__ = [
     "home_device",
     "replicas_of",
 ]
-
-
-@dataclass
-class Link:
-    """One source tensor and what it is in a replica."""
-
-    source: Tensor
-    copy: Tensor
-    path: str
-    is_alias: bool  # of the source's memory
-    is_private: bool  # may be written by the forward
-    is_suspect: bool = False  # may be written without a new version: only values can tell
-    clocks: tuple[Tensor, Tensor] | None = None  # see [Note: batch_norm has no version]
-    seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal
-
-    @property
-    def was_written(self) -> bool:
-        """Whether the copy was written in place since the call began."""
-        if self.is_alias:  # only ``parameter.data = ...`` parts an alias from its source
-            return self.copy.data_ptr() != self.source.data_ptr()
-        if self.is_suspect:
-            return not torch.equal(self.copy, self.source)
-        return self._versions()[1] != self.seen[1]
-
-    def is_stale(self) -> bool:
-        """Whether the source may hold other values than the copy. Unknown versions count so."""
-        return self.is_suspect or self.seen != self._versions() or -1 in self.seen
-
-    def mark_equal(self) -> None:
-        """Source and copy hold the same values now."""
-        self.seen = self._versions()
-
-    def _versions(self) -> tuple[int, int]:
-        if self.clocks is None:
-            return _version(self.source), _version(self.copy)
-        source, copy = self.clocks
-        return _version(self.source, source), _version(self.copy, copy)
 
 
 @dataclass(frozen=True)
@@ -222,8 +181,8 @@ class Replica:
         with torch.inference_mode(False), torch.no_grad():
             data = source.detach()
             if not is_alias:
-                data = _copy_to(data, self.slot.device)
-            copy = _as_leaf(data, source)
+                data = copy_to(data, self.slot.device)
+            copy = as_leaf(data, source)
         tags = self.target(getattr(source, "__dict__", None))
         if tags is not None:
             copy.__dict__ = tags  # a parameter that was linked before keeps what hangs on it
@@ -322,9 +281,7 @@ class ReplicaSet:
     # -- Following the module tree -----------------------------------------------------------
 
     def _build(self, source: nn.Module, slot: Slot) -> None:
-        replica = Replica(
-            source, slot, share=self._share, written=self._written, lock=self.lock
-        )
+        replica = Replica(source, slot, share=self._share, written=self._written, lock=self.lock)
         self._prepare(replica)
         replica.snapshot.take()
         self._replicas[slot.index] = replica
@@ -336,7 +293,8 @@ class ReplicaSet:
 
     def _follow(self) -> bool:
         """Bring all replicas up to date; False if that needs new ones."""
-        assert self._snapshot is not None and self._untracked is not None
+        assert self._snapshot is not None
+        assert self._untracked is not None
         self._follow_scripted()
         if not self._untracked.is_current():
             return False
@@ -378,8 +336,9 @@ class ReplicaSet:
     # -- Following tensors -------------------------------------------------------------------
 
     def _follow_tensors(self) -> bool:
-        """Make new aliases where a tensor's memory was exchanged; False if that needs new replicas."""
-        stamps = [_stamp(tensor) for tensor in self._tensors]
+        """Make new aliases where a tensor's memory was exchanged; False if that needs new
+        replicas."""
+        stamps = [take_stamp(tensor) for tensor in self._tensors]
         if stamps == self._stamps and not self._moved:
             return True
         moved = self._moved + [
@@ -400,7 +359,7 @@ class ReplicaSet:
         """Note the tensors of the tree as it is now, and carry ``requires_grad`` over."""
         first = next(iter(self._replicas.values()))
         self._tensors = [link.source for link in first.links.values()]
-        self._stamps = [_stamp(tensor) for tensor in self._tensors]
+        self._stamps = [take_stamp(tensor) for tensor in self._tensors]
         self._listed = True
         for replica in self._replicas.values():
             for link in replica.links.values():
@@ -418,7 +377,8 @@ class ReplicaSet:
         self._update(holding)
 
     def _renew(self, replica: Replica, force: bool) -> None:
-        """Copy what is held as a copy and is out of date: in the source, or written by a forward."""
+        """Copy what is held as a copy and is out of date: in the source, or written by a
+        forward."""
         stale = [
             link
             for link in replica.links.values()
@@ -427,11 +387,11 @@ class ReplicaSet:
         if not stale:
             return
         with torch.no_grad():
-            _copy_all([link.copy.detach() for link in stale], [link.source for link in stale])
+            copy_all([link.copy.detach() for link in stale], [link.source for link in stale])
         for link in stale:
             link.mark_equal()
         self._counts[2] += len(stale)
-        self._counts[3] += sum(_num_bytes(link.source) for link in stale)
+        self._counts[3] += sum(num_bytes(link.source) for link in stale)
 
 
 # ---------------------------------------------------------------------------
@@ -440,9 +400,7 @@ class ReplicaSet:
 
 _UNVERSIONED = {"running_mean", "running_var"}
 # Weak on both sides: a replica belongs to its set.
-_registry: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = (
-    weakref.WeakKeyDictionary()
-)
+_registry: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
 
 
 def find_replica(module: nn.Module) -> Replica | None:
@@ -479,45 +437,6 @@ def home_device(module: nn.Module) -> torch.device:
 def has_lazy(module: nn.Module) -> bool:
     """Whether a parameter or buffer has no shape yet (``nn.Lazy...``)."""
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
-
-
-def _as_leaf(data: Tensor, source: Tensor) -> Tensor:
-    """A leaf over ``data`` that looks like ``source``: its class, and whether it needs a gradient."""
-    if isinstance(source, nn.Parameter):
-        # Not nn.Parameter(data): a subclass may have a constructor of its own.
-        return torch.Tensor._make_subclass(type(source), data, source.requires_grad)
-    return data.requires_grad_(source.requires_grad)
-
-
-def _copy_to(data: Tensor, device: torch.device) -> Tensor:
-    copied = data.to(device)
-    return copied.clone() if copied is data else copied
-
-
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if all(t.layout == torch.strided for t in targets):
-        torch._foreach_copy_(targets, [source.detach() for source in sources])
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source.detach())
-
-
-def _version(*tensors: Tensor) -> int:
-    """The in-place version (of several tensors: the sum goes up with each); -1 if torch keeps none."""
-    if any(tensor.is_inference() for tensor in tensors):
-        return -1
-    return sum(tensor._version for tensor in tensors)
-
-
-def _stamp(tensor: Tensor) -> tuple[Any, bool]:
-    """What changes when the tensor's memory is exchanged, and ``requires_grad``."""
-    if tensor.layout != torch.strided:
-        return (tensor._version, tensor.shape), tensor.requires_grad
-    return (tensor.data_ptr(), tensor.shape), tensor.requires_grad
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _values(cell: Any) -> Iterable[Any]:

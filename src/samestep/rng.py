@@ -15,7 +15,8 @@ Guarantees:
 Must not: know modules. Not covered: Python's ``random`` and numpy, which have streams of their own.
 
 [Note: three ways to draw]
-1. A function that takes ``generator=`` gets the shard's own; an explicit CPU generator of the user's
+1. A function that takes ``generator=`` gets the shard's own; an explicit CPU generator of the
+user's
    is replaced by a shard's stream that is derived from it in the same way.
 2. ``dropout`` is computed here with the shard's generator, as torch does it.
 3. The rest (an LSTM's inner dropout, attention with dropout, ...) runs under one lock with the
@@ -206,7 +207,11 @@ class _StreamMode(TorchFunctionMode):
         self._handlers = _handlers()
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         handler = self._handlers.get(func)
         if handler is None:
@@ -310,19 +315,19 @@ def _dropout(
     kwargs: dict[str, Any],
     inplace: bool = False,
 ) -> Any:
-    input, p, training, inplace = _dropout_arguments(*args, **{"inplace": inplace, **kwargs})
-    if not training or not 0.0 < p < 1.0 or input.device.type != "cpu" or not input.numel():
+    values, p, training, inplace = _dropout_arguments(*args, **{"inplace": inplace, **kwargs})
+    if not training or not 0.0 < p < 1.0 or values.device.type != "cpu" or not values.numel():
         return func(*args, **kwargs)  # nothing to draw, or a p that torch will refuse
-    noise = torch.empty_like(input).bernoulli_(1.0 - p, generator=stream.generator())
+    noise = torch.empty_like(values).bernoulli_(1.0 - p, generator=stream.generator())
     noise.div_(1.0 - p)
-    return input.mul_(noise) if inplace else input * noise
+    return values.mul_(noise) if inplace else values * noise
 
 
 def _dropout_arguments(
-    input: Tensor, p: float = 0.5, training: bool = True, train: bool = True, inplace: bool = False
+    values: Tensor, p: float = 0.5, training: bool = True, train: bool = True, inplace: bool = False
 ) -> tuple[Tensor, float, bool, bool]:
     """``F.dropout`` and ``torch.dropout`` name the third argument differently."""
-    return input, p, training and train, inplace
+    return values, p, training and train, inplace
 
 
 # ---------------------------------------------------------------------------
@@ -339,8 +344,9 @@ class _ThreadGenerator:
 
 
 def _install() -> None:
-    if not isinstance(torch.random.default_generator, _ThreadGenerator):
-        torch.random.default_generator = _ThreadGenerator()  # type: ignore[assignment]  # a proxy
+    module: Any = torch.random  # the name is torch's own, not exported
+    if not isinstance(module.default_generator, _ThreadGenerator):
+        module.default_generator = _ThreadGenerator()
 
 
 def _mix(seed: int, index: int) -> int:

@@ -1,21 +1,21 @@
 """What the shards' forwards wrote, brought back to the source module.
 
-What it holds: :func:`collect` (what did each replica change?), and :class:`StateWriter`, which decides
-one value for each change and writes it. Why: replicas are copies, so without this ``self.counter += 1``,
-a running statistic or a stored hidden state would be lost, silently.
+What it holds: :func:`collect` (what did each replica change?), and :class:`StateWriter`, which
+decides one value for each change and writes it. Why: replicas are copies, so without this
+``self.counter += 1``, a running statistic or a stored hidden state would be lost, silently.
 
 The rules, for a value written by the shards:
 
-- a buffer (in place or rebound): BatchNorm statistics are pooled; otherwise by ``buffers=``: "merge" (the
-  row-weighted mean of floating values, integers and flags that agree), "mean", "sum" (of what each shard
-  added), "first", "max", "min";
+- a buffer (in place or rebound): BatchNorm statistics are pooled; otherwise by ``buffers=``:
+  "merge" (the row-weighted mean of floating values, integers and flags that agree), "mean", "sum"
+  (of what each shard added), "first", "max", "min";
 - any other attribute or container entry: tensors with a row per row are gathered like outputs,
   equal values are written as they are, and what differs is not written: one warning names it;
 - a removed attribute is removed.
 
-Guarantees: everything is decided before anything is written, so an error leaves the source module as
-it was. A value that a replica shares with the source (a submodule, a parameter) is written back as the
-source's own object.
+Guarantees: everything is decided before anything is written, so an error leaves the source module
+as it was. A value that a replica shares with the source (a submodule, a parameter) is written back
+as the source's own object.
 Must not: run anything, or know where outputs go.
 """
 
@@ -24,16 +24,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.errors import MergeError, StateWarning
-from samestep.follow import set_entry
+from samestep.links import Link
 from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
-from samestep.replicas import Link, Replica
+from samestep.replicas import Replica
+from samestep.snapshot import set_entry
 
 __all__ = ["BUFFER_RULES", "Changes", "StateWriter", "check_buffers", "collect"]
 
@@ -60,8 +62,8 @@ class Changes:
         entries: attributes, container entries, rebound buffers.
         written: per source tensor written in place, each shard's link to its copy.
         cells: source cells whose copies differ from them now.
-        is_initialisation: a flag was set, or a module or parameter was made: this forward initialises
-            itself from the data it sees.
+        is_initialisation: a flag was set, or a module or parameter was made: this forward
+            initialises itself from the data it sees.
     """
 
     entries: list[Entry]
@@ -133,9 +135,7 @@ class StateWriter:
         self._merge = merge
         self._warned: set[str] = set()
 
-    def write(
-        self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]
-    ) -> None:
+    def write(self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]) -> None:
         """Bring ``changes`` back to the source module.
 
         Args:
@@ -153,21 +153,21 @@ class StateWriter:
             for name, value in (merged or {}).items():
                 buffer = getattr(records[0].module, name)
                 done.add(id(buffer))
-                decided.append(lambda buffer=buffer, value=value: buffer.copy_(value))
+                decided.append(partial(buffer.copy_, value))
         for links in changes.written:
             source = links[0].source
             if id(source) not in done:
                 rule = self._rule(links[0].path)
                 values = [link.copy.detach() for link in links]
                 value = self._merge_buffer(source, values, rows, rule, links[0].path)
-                decided.append(lambda source=source, value=value: source.copy_(value))
+                decided.append(partial(source.copy_, value))
         removed = []
         for entry in changes.entries:
             value = self._decide(entry, rows)
             if value is MISSING:
                 removed.append(entry)
             elif value is not _KEEP:
-                decided.append(lambda entry=entry, value=value: _write(entry, value))
+                decided.append(partial(_write, entry, value))
         with torch.no_grad():
             for action in decided:
                 action()
@@ -235,7 +235,7 @@ class StateWriter:
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(
-                f"forward wrote {name!r} and the shards disagree, so the module keeps its old value "
+                f"forward wrote {name!r} and the shards disagree; the module keeps its old value "
                 f"({reason}); return it from forward instead, or make it a buffer with a rule in "
                 f"buffers=",
                 StateWarning,
@@ -267,7 +267,13 @@ _KEEP = object()  # leave the source module's value as it is
 def _changed_keys(cell: Any, before: Any) -> list[Any]:
     if not isinstance(cell, dict):
         return [None]
-    return [key for key in {**before, **cell} if cell.get(key, MISSING) is not before.get(key, MISSING)]
+    return [
+        key
+        for key in {**before, **cell}
+        if cell.get(key, MISSING) is not before.get(key, MISSING)
+        # torch.compile leaves marks of its own, in whichever replica it compiled.
+        and not (isinstance(key, str) and key.startswith("_dynamo"))
+    ]
 
 
 def _read(replica: Replica, cell: Any, key: Any) -> Any:
@@ -304,8 +310,10 @@ def _initialises(entry: Entry, replicas: Sequence[Replica]) -> bool:
 def _is_flag_set(links: Sequence[Link]) -> bool:
     """An integer or bool buffer that was zero everywhere and is not any more."""
     source, copy = links[0].source, links[0].copy
-    if source.is_floating_point() or source.is_complex() or links[0].path.endswith(
-        ".num_batches_tracked"
+    if (
+        source.is_floating_point()
+        or source.is_complex()
+        or links[0].path.endswith(".num_batches_tracked")
     ):
         return False
     return not source.any() and bool(copy.any())

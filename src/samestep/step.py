@@ -1,16 +1,17 @@
 """One step over shards: leaves in, forwards run, outputs tied to the caller's graph.
 
-What it holds: :func:`run_shards`. Why: it is the one place where replicas, the engine and the stitch
-meet; everything around it (splitting before, merging after) is ordinary torch.
+What it holds: :func:`run_shards`. Why: it is the one place where replicas, the engine and the
+stitch meet; everything around it (splitting before, merging after) is ordinary torch.
 
-Guarantees: outside of grad mode nothing is stitched; an output that is the replica's own parameter or
-buffer comes back as the source module's.
+Guarantees: outside of grad mode nothing is stitched; an output that is the replica's own parameter
+or buffer comes back as the source module's.
 Must not: cut or merge batches, or write to the source module.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
+from samestep.errors import MergeError
 from samestep.reduce import tree_sum
 from samestep.replicas import Replica
 from samestep.state import Changes, collect
@@ -121,18 +123,46 @@ def _collect_gradients(replicas: Sequence[Replica]) -> None:
             link.source.grad = total if before is None else before + total
 
 
+class _Never:
+    """A count that stays zero, whatever ``parametrize.cached()`` adds to it."""
+
+    before: Any = 0
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __iadd__(self, other: int) -> _Never:
+        return self
+
+    __isub__ = __iadd__
+
+
+_NEVER = _Never()
+_num_uncached = 0
+_uncached_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def _no_parametrization_cache() -> Iterator[None]:
     """Switch ``parametrize.cached()`` off while replicas run.
 
     Its cache is one dictionary whose keys name the module that was parametrized first, so every
-    replica would get the tensor of whichever came first, graph included. Off, each computes its own.
+    replica would get the tensor of whichever came first, graph included. Off, each computes its
+    own.
     """
-    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    global _num_uncached
+    with _uncached_lock:
+        if not _num_uncached:
+            _NEVER.before = parametrize._cache_enabled
+            parametrize._cache_enabled = _NEVER  # type: ignore[assignment]  # counts like an int
+        _num_uncached += 1
     try:
         yield
     finally:
-        parametrize._cache_enabled += before
+        with _uncached_lock:
+            _num_uncached -= 1
+            if not _num_uncached:
+                parametrize._cache_enabled = _NEVER.before
 
 
 def _call(
@@ -186,9 +216,12 @@ def _tie(
     tied = stitch(graphs, [list(row.values()) for row in found], sources, local)
     result = []
     for tree, outputs, row in zip(trees, found, tied, strict=True):
-        table = dict(zip(outputs, row, strict=True))
-        result.append(map_tensors(lambda t, table=table: table.get(id(t), t), tree))
+        result.append(map_tensors(_look_up(dict(zip(outputs, row, strict=True))), tree))
     return result
+
+
+def _look_up(table: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: table.get(id(tensor), tensor)
 
 
 def _find_sources(
@@ -232,6 +265,12 @@ def _find_leaves(outputs: Iterable[Tensor]) -> set[int]:
 def _note(outputs: dict[int, Tensor], own: set[int]) -> Callable[[Tensor], Tensor]:
     def note(tensor: Tensor) -> Tensor:
         if tensor.requires_grad and id(tensor) not in own:
+            if tensor.is_nested and tensor.layout == torch.strided:
+                raise MergeError(
+                    "an output is a strided nested tensor that needs a gradient, which torch "
+                    "cannot pass through a node of its own; build the batch with "
+                    "torch.nested.nested_tensor(..., layout=torch.jagged)"
+                )
             outputs[id(tensor)] = tensor
         return tensor
 

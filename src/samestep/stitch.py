@@ -1,8 +1,8 @@
 """One autograd node over the graphs of all shards.
 
 What it holds: :class:`ShardGraphs` and :func:`stitch`. Why: torch's engine runs a CPU graph in the
-one thread that called ``backward``; if the shards' operations were part of the caller's graph, their
-backwards would run one after another. Here each shard has a graph of its own, from leaves to
+one thread that called ``backward``; if the shards' operations were part of the caller's graph,
+their backwards would run one after another. Here each shard has a graph of its own, from leaves to
 outputs, and one node in the caller's graph stands for all of them; its backward runs the shards'
 backwards in parallel.
 
@@ -22,22 +22,22 @@ Placements of what crosses the node (K shards)::
              \\--R---> alias_1 ---[graph of shard 1]---> out_1 ---L---/
 
 Guarantees: parameter gradients are added in the canonical tree, once, and flow on to the user's own
-parameters as in any graph, so hooks, accumulation, ``autograd.grad``, GradScaler and clipping see what
-they always see. A tensor that no shard used gets no gradient (None), not zeros.
+parameters as in any graph, so hooks, accumulation, ``autograd.grad``, GradScaler and clipping see
+what they always see. A tensor that no shard used gets no gradient (None), not zeros.
 Must not: know modules or batches.
 
 [Note: who keeps a graph]
 What is kept of a shard's graph are edges into it (a node and an output number), not output tensors:
-those would hold memory that the user has let go. Inside backward, torch tells whether the caller keeps the
-graph (``retain_graph``). If not, the shards' backwards free what they walk, as torch does, and walking it
-again is torch's own error. A graph that was differentiated with ``create_graph`` is shared by two stitches:
-freeing it through one would break the other, so such a graph is never freed piecemeal; each stitch drops its
-references and memory follows.
+those would hold memory that the user has let go. Inside backward, torch tells whether the caller
+keeps the graph (``retain_graph``). If not, the shards' backwards free what they walk, as torch
+does, and walking it again is torch's own error. A graph that was differentiated with
+``create_graph`` is shared by two stitches: freeing it through one would break the other, so such a
+graph is never freed piecemeal; each stitch drops its references and memory follows.
 
 [Note: two ways to differentiate]
-When the user calls ``backward()``, the shards' backwards accumulate into their leaves, whose ``.grad`` is
-taken and put back at once: re-entrant checkpointing works in no other way. When the user calls
-``autograd.grad``, each shard computes just the gradients that were asked for.
+When the user calls ``backward()``, the shards' backwards accumulate into their leaves, whose
+``.grad`` is taken and put back at once: re-entrant checkpointing works in no other way. When the
+user calls ``autograd.grad``, each shard computes just the gradients that were asked for.
 """
 
 from __future__ import annotations
@@ -144,10 +144,12 @@ def stitch(
     Returns:
         Per shard, tensors equal to ``values`` that are part of the caller's graph.
     """
-    flat = _Stitch.apply(
-        graphs, list(chain.from_iterable(values)), *replicated, *chain.from_iterable(local)
-    )
+    flat = _apply(graphs, list(chain.from_iterable(values)), [*replicated, *chain(*local)])
     return _unflatten(flat, [len(row) for row in values])
+
+
+def _apply(graphs: ShardGraphs, values: MaybeTensors, inputs: Tensors) -> MaybeTensors:
+    return list(_Stitch.apply(graphs, values, *inputs))  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Stitch(torch.autograd.Function):
@@ -219,7 +221,7 @@ class _Backward:
     def run(self, *, is_kept: bool) -> MaybeTensors:
         """Gradients of the node's inputs, not differentiable."""
         sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists)
-        differentiate = _accumulate if torch.autograd._is_checkpoint_valid() else _differentiate
+        differentiate = _accumulate if _is_plain_backward() else _differentiate
         cut = sum(self.needed_replicated)
 
         def backward(k: int) -> Callable[[], MaybeTensors]:
@@ -281,20 +283,13 @@ class _Backward:
         sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists)
         for k, row in enumerate(found):
             sums.add(k, [None if g is None else g.detach() for g in row[:cut]])
-        recorded = [g for row in found for g in row[cut:] if _is_recorded(g)]
+        recorded: MaybeTensors = [g for row in found for g in row[cut:] if _is_recorded(g)]
         inputs = _unflatten(self.inputs[self.num_replicated :], list(map(len, self.graphs.local)))
-        flat = iter(
-            _Stitch.apply(
-                derived,
-                [*recorded, *sums.result()],
-                *self.inputs[: self.num_replicated],
-                *_present(self.sum_gradients),
-                *chain.from_iterable(
-                    [*row, *_present(gradients)]
-                    for row, gradients in zip(inputs, self.local_gradients, strict=True)
-                ),
-            )
-        )
+        sources: Tensors = [*self.inputs[: self.num_replicated], *_present(self.sum_gradients)]
+        for row, gradients in zip(inputs, self.local_gradients, strict=True):
+            sources += [*row, *_present(gradients)]
+        recorded += sums.result()
+        flat = iter(_apply(derived, recorded, sources))
         local = [[next(flat) if _is_recorded(g) else g for g in row[cut:]] for row in found]
         return self._spread(list(flat), local)
 
@@ -361,9 +356,15 @@ class _Backward:
 
 def _find_needed(next_functions: Sequence[tuple[Any, int]]) -> list[bool]:
     """Per input of the node that runs now, whether its gradient goes anywhere."""
-    if torch.autograd._is_checkpoint_valid():  # a plain backward(): everything is wanted
+    if _is_plain_backward():  # everything is wanted
         return [node is not None for node, _ in next_functions]
     return [node is not None and _will_run(node) for node, _ in next_functions]
+
+
+def _is_plain_backward() -> bool:
+    """Whether the caller called ``backward()`` without naming inputs (torch's word for it
+    differs)."""
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]  # torch's
 
 
 def _will_run(node: Any) -> bool:
@@ -382,8 +383,8 @@ def _differentiate(
 ) -> MaybeTensors:
     """``torch.autograd.grad``, past its check for function modes.
 
-    ``torch.autograd.grad`` hands itself to an active function mode, which then is off for as long as
-    it runs; but activation checkpointing runs forwards inside, and their random functions must
+    ``torch.autograd.grad`` hands itself to an active function mode, which then is off for as long
+    as it runs; but activation checkpointing runs forwards inside, and their random functions must
     still find the shard's stream.
     """
     if not edges or not leaves:

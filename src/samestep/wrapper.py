@@ -4,14 +4,17 @@ What it holds: :class:`Wrapper`. Why: with ``torch.nn.DataParallel`` every attri
 ``.module`` and every checkpoint key got a prefix; half of the code written for it undoes that.
 
 Guarantees:
-- ``state_dict()`` has the inner module's own keys; keys with or without ``module.`` load, at any depth.
+- ``state_dict()`` has the inner module's own keys; keys with or without ``module.`` load, at any
+  depth.
 - Reads, writes and deletions of attributes that are not the wrapper's own reach the inner module.
-- ``named_parameters()``, ``named_buffers()`` and ``named_modules()`` name things as ``state_dict()`` does.
+- ``named_parameters()``, ``named_buffers()`` and ``named_modules()`` name things as
+  ``state_dict()`` does.
 Must not: know why there is a wrapper.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,7 +57,8 @@ class Wrapper(nn.Module):
             delattr(self.module, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.module)})
+        own: list[str] = super().__dir__()  # type: ignore[no-untyped-call]  # torch's
+        return sorted({*own, *dir(self.module)})
 
     def _is_own(self, name: str) -> bool:
         own = self.__dict__
@@ -109,18 +113,17 @@ class Wrapper(nn.Module):
 
         Returns and raises what the inner module's ``load_state_dict`` does.
         """
-        loaded = dict(state_dict)
-        if _has_prefix(self.module, loaded):
-            loaded = {key.removeprefix(_PREFIX): value for key, value in loaded.items()}
-        metadata = getattr(state_dict, "_metadata", None)
-        if metadata is not None:  # versions of modules, which loading looks up by name
-            plain = type(state_dict)(loaded)  # type: ignore[call-arg]  # an OrderedDict
+        if not _has_prefix(self.module, state_dict):
+            return self.module.load_state_dict(state_dict, strict, assign)
+        plain = OrderedDict((key.removeprefix(_PREFIX), v) for key, v in state_dict.items())
+        metadata: dict[str, Any] | None = getattr(state_dict, "_metadata", None)
+        if metadata is not None:  # versions of the modules, which loading looks up by name
             plain._metadata = {  # type: ignore[attr-defined]  # torch's own attribute
-                key.removeprefix("module").removeprefix("."): value
+                (key + ".").removeprefix(_PREFIX).removesuffix("."): value
                 for key, value in metadata.items()
-            } if any(key.startswith("module") for key in metadata) and "" not in metadata else metadata
-            return self.module.load_state_dict(plain, strict, assign)
-        return self.module.load_state_dict(loaded, strict, assign)
+                if key
+            }
+        return self.module.load_state_dict(plain, strict, assign)
 
     def _load_from_state_dict(
         self,

@@ -1,4 +1,4 @@
-"""Comparing a wrapped module with the plain one: outputs, types, gradients and what is left behind."""
+"""Comparing a wrapped module with the plain one: outputs, types, gradients, what is left behind."""
 
 import copy
 import dataclasses

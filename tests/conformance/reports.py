@@ -58,3 +58,15 @@ def load_all():
         if path.stem != "test_table":
             importlib.import_module(path.stem)
     return list(ENTRIES)
+
+
+# What no test on a CPU can show; docs/conformance.md says what the code does about each.
+ACCELERATOR_ONLY = {
+    "P73": ("K11", ("allenai/allennlp#2793", "pytorch/examples#248")),
+    "P87": ("K13", ("ROCm/pytorch#1053",)),
+    "P113": ("K17", ("pytorch/pytorch#7138", "pytorch/pytorch#2610")),
+    "P119": ("K18", ("pytorch/pytorch#1499",)),
+    "P126": ("K20", ("pytorch/pytorch#1637", "pytorch/pytorch#24081", "pytorch/pytorch#52142")),
+    "P127": ("K20", ("pytorch/pytorch#84803", "pytorch/pytorch#156392")),
+    "P128": ("K20", ("pytorch/pytorch#109709",)),
+}

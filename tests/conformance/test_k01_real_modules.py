@@ -85,7 +85,7 @@ def test_parameter_list_and_dict_keep_their_entries():
     check_same(Containers(), rows(7, 3))
 
 
-@report("P04", "facebookresearch/pytorch-meta#86")
+@report("P04", "tristandeleu/pytorch-meta#86")
 def test_tags_on_a_parameter_are_on_the_replicas_parameter():
     class Fast(nn.Module):
         def __init__(self):
@@ -103,7 +103,7 @@ def test_tags_on_a_parameter_are_on_the_replicas_parameter():
     check_same(Fast(), rows(7, 3))
 
 
-@report("P04", "facebookresearch/pytorch-meta#86")
+@report("P04", "tristandeleu/pytorch-meta#86")
 def test_a_subclass_of_parameter_stays_one():
     class Quantity(nn.Parameter):
         pass

@@ -64,7 +64,7 @@ def test_a_function_that_finds_the_module_in_a_global_is_refused_by_name():
     module.f = scope["f"]
     module.forward = lambda x: module.f(x)
     with pytest.raises(
-        ReplicaError, match="'f' is a function that uses the module through .*'net'"
+        ReplicaError, match=r"'f' is a function that uses the module through .*'net'"
     ):
         DataParallel(module, replicas=2)(rows(7, 3))
 

@@ -33,7 +33,9 @@ class Checked(nn.Module):
 def test_lists_of_strings_and_of_lists_are_cut_with_the_batch():
     def use(x, names, labels):
         assert len(names) == len(labels) == len(x)
-        return x * torch.tensor([[len(name) + sum(row)] for name, row in zip(names, labels)])
+        return x * torch.tensor(
+            [[len(name) + sum(row)] for name, row in zip(names, labels, strict=True)]
+        )
 
     names = ["a", "bb", "ccc", "dddd", "e", "ff", "ggg"]
     labels = [[i, i + 1] for i in range(7)]
@@ -217,7 +219,10 @@ def test_lists_of_unequal_images_and_boxes_are_cut_by_images():
     def use(images, targets):
         assert len(images) == len(targets)
         return torch.stack(
-            [image.mean((1, 2)) + t["boxes"].sum() for image, t in zip(images, targets)]
+            [
+                image.mean((1, 2)) + t["boxes"].sum()
+                for image, t in zip(images, targets, strict=True)
+            ]
         )
 
     images = [rows(3, 4 + i, 5) for i in range(7)]

@@ -11,7 +11,7 @@ from reports import beyond, report
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep import DataParallel, current_shard
+from samestep import DataParallel, DrawWarning, current_shard
 
 
 class Asking(nn.Module):
@@ -271,6 +271,26 @@ def test_inner_dropout_of_an_lstm_and_a_transformer_layer_are_reproducible():
         first, again = (y[0] if isinstance(y, tuple) else y for y in (first, again))
         assert torch.equal(first, again)
         assert not torch.equal(first[:2], first[2:4])
+
+
+@beyond("K13")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_draws_that_cannot_be_intercepted_are_still_reproducible_after_one_warning():
+    @torch.jit.script
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand([x.shape[0], 5])
+
+    class Scripted(nn.Module):
+        def forward(self, x):
+            return draw(x)
+
+    model = DataParallel(Scripted(), replicas=3)
+    torch.manual_seed(0)
+    with pytest.warns(DrawWarning, match="one at a time"):
+        first = model(torch.ones(6, 3))
+    torch.manual_seed(0)
+    assert torch.equal(model(torch.ones(6, 3)), first)
+    assert not torch.equal(first[:2], first[2:4])
 
 
 @beyond("K13")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from compare import assert_same_state, check_same, rows, twin
+from compare import assert_same, assert_same_state, check_same, rows, twin
 from reports import beyond, report
 from torch import nn
 
@@ -158,6 +158,41 @@ def test_hooks_added_and_removed_between_calls_are_followed():
     handle.remove()
     other.remove()
     assert torch.equal(model(x), before)
+
+
+@beyond("K14")
+def test_hooks_that_forward_registers_once_stay_registered():
+    class Capturing(nn.Module):
+        """Installs its hooks when somebody first asks for what they collect."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = make_net()
+            self.is_installed = False
+            self.collected = []
+
+        def forward(self, x, capture=False):
+            if capture and not self.is_installed:
+                for layer in self.net:
+                    layer.register_forward_hook(self.collect)
+                self.is_installed = True
+            self.collected = []
+            y = self.net(x)
+            found, self.collected = self.collected, []
+            return y, tuple(found)
+
+        def collect(self, module, args, output):
+            self.collected.append(output)
+
+    for first in (True, False):
+        module, plain = Capturing(), Capturing()
+        plain.load_state_dict(module.state_dict())
+        model = DataParallel(module, replicas=3)
+        x = rows(7, 3)
+        for capture in (first, True, True):
+            assert_same(model(x, capture=capture), plain(x, capture=capture))
+        assert [len(layer._forward_hooks) for layer in module.net] == [1, 1, 1]
+        assert_same(module(x), plain(x))
 
 
 @beyond("K14")

@@ -9,7 +9,7 @@ from torch import nn
 from samestep import DataParallel, ReplicaError, current_shard
 
 
-@report("P110", "hukaixuan19970627/big_transfer#73")
+@report("P110", "google-research/big_transfer#73")
 def test_a_module_on_another_device_than_the_first_slot_is_copied_there():
     model = DataParallel(nn.Linear(3, 2), device_ids=["meta", "meta"])
     assert next(model.parameters()).device.type == "cpu"

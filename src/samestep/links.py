@@ -1,0 +1,114 @@
+"""One tensor of the source module and what it is in a replica.
+
+What it holds: :class:`Link`, and the few ways in which a replica's tensor is made and compared.
+Guarantees: a change of the source's values or of a copy's is seen, see the note.
+Must not: know modules or slots.
+
+[Note: batch_norm has no version]
+torch's batch_norm updates ``running_mean`` and ``running_var`` without raising their versions. The
+counter beside them, ``num_batches_tracked``, is raised by every such update, so its version stands
+for theirs. A module with such buffers and no counter is compared by value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Link", "as_leaf", "copy_all", "copy_to", "num_bytes", "take_stamp"]
+
+
+@dataclass
+class Link:
+    """One source tensor and what it is in a replica."""
+
+    source: Tensor
+    copy: Tensor
+    path: str
+    is_alias: bool  # of the source's memory
+    is_private: bool  # may be written by the forward
+    is_suspect: bool = False  # may be written without a new version: only values can tell
+    clocks: tuple[Tensor, Tensor] | None = None  # see [Note: batch_norm has no version]
+    seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the copy was written in place since the call began."""
+        if self.is_alias:  # only ``parameter.data = ...`` parts an alias from its source
+            return _address(self.copy) != _address(self.source)
+        if self.is_suspect:
+            return not torch.equal(self.copy, self.source)
+        return self._versions()[1] != self.seen[1]
+
+    def is_stale(self) -> bool:
+        """Whether the source may hold other values than the copy. Unknown versions count so."""
+        return self.is_suspect or self.seen != self._versions() or -1 in self.seen
+
+    def mark_equal(self) -> None:
+        """Source and copy hold the same values now."""
+        self.seen = self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        if self.clocks is None:
+            return _version(self.source), _version(self.copy)
+        source, copy = self.clocks
+        return _version(self.source, source), _version(self.copy, copy)
+
+
+def as_leaf(data: Tensor, source: Tensor) -> Tensor:
+    """A leaf over ``data`` that looks like ``source``: its class, and whether it needs a
+    gradient."""
+    if isinstance(source, nn.Parameter):
+        # Not nn.Parameter(data): a subclass may have a constructor of its own.
+        return torch.Tensor._make_subclass(type(source), data, source.requires_grad)
+    return data.requires_grad_(source.requires_grad)
+
+
+def copy_to(data: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device, also where the data are there already."""
+    copied = data.to(device)
+    return copied.clone() if copied is data else copied
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target."""
+    if all(t.layout == torch.strided for t in targets):
+        torch._foreach_copy_(targets, [source.detach() for source in sources])
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source.detach())
+
+
+def take_stamp(tensor: Tensor) -> tuple[Any, bool]:
+    """What changes when the tensor's memory is exchanged, and ``requires_grad``."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return (_address(tensor), _version(tensor)), tensor.requires_grad
+    return (tensor.data_ptr(), tensor.shape), tensor.requires_grad
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """The size of the values."""
+    return tensor.numel() * tensor.element_size()
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _version(*tensors: Tensor) -> int:
+    """The in-place version (of several tensors: the sum goes up with each); -1 if torch keeps
+    none."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return -1
+    return sum(tensor._version for tensor in tensors)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the values lie; 0 for layouts without one place."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._values().data_ptr()
+    return tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_nested else 0

@@ -1,0 +1,148 @@
+"""The mutable containers of an object graph, and what they held at one moment.
+
+What it holds: :class:`Snapshot`, which sees by identity what has changed, and the few operations on
+a cell. A cell is one mutable container: a dict (a module's or an object's ``__dict__`` included), a
+list, a set, a deque. Why: a module tree has thousands of entries, and whether any was exchanged is
+asked at every call. Guarantees: comparing runs in C loops and calls no method of the user's
+classes. Must not: know why anybody wants to know.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Cell", "Snapshot", "fill", "set_entry"]
+
+Cell = Any
+
+
+class Snapshot:
+    """What a fixed list of cells held at one moment, compared by identity in C loops.
+
+    Most cells of a module tree are empty dictionaries (hooks); those are tested together.
+    """
+
+    def __init__(self, cells: list[Cell]) -> None:
+        self._cells = cells
+        self.take()
+
+    def take(self) -> None:
+        """Remember what the cells hold now."""
+        full = [cell for cell in self._cells if cell]
+        self._empty = [cell for cell in self._cells if not cell]
+        self._dicts = [cell for cell in full if isinstance(cell, dict)]
+        self._others = [cell for cell in full if not isinstance(cell, dict)]
+        # Views are live: they show what a dictionary holds whenever they are read.
+        self._key_views = [_base(cell).keys(cell) for cell in self._dicts]
+        self._value_views = [_base(cell).values(cell) for cell in self._dicts]
+        self._keys = list(chain.from_iterable(self._key_views))
+        self._values = list(chain.from_iterable(self._value_views))
+        self._items = list(chain.from_iterable(self._others))
+        self._sizes = list(map(len, full))
+        self._full = full
+        self._contents: dict[int, Any] | None = None
+
+    def is_current(self) -> bool:
+        """Whether every cell holds the very objects that it held, in the same order."""
+        return (
+            not any(self._empty)
+            and list(map(len, self._full)) == self._sizes
+            and _same(chain.from_iterable(self._value_views), self._values)
+            and _same(chain.from_iterable(self._key_views), self._keys)
+            and _same(chain.from_iterable(self._others), self._items)
+        )
+
+    def changed(self) -> list[int]:
+        """Return the indices of the cells that changed."""
+        return [
+            index
+            for index, cell in enumerate(self._cells)
+            if not _same_content(cell, self.content(index))
+        ]
+
+    def content(self, index: int) -> Any:
+        """What cell ``index`` held: a dict for dicts, a list for everything else."""
+        if self._contents is None:  # sliced out of the flat lists only when something changed
+            self._contents = self._slice()
+        cell = self._cells[index]
+        return self._contents.get(id(cell), {} if isinstance(cell, dict) else [])
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Every tensor held directly by a cell, possibly several times."""
+        return _tensors(chain(self._values, self._items))
+
+    def _slice(self) -> dict[int, Any]:
+        contents: dict[int, Any] = {}
+        at_dict = at_other = 0
+        for cell, size in zip(self._full, self._sizes, strict=True):
+            if isinstance(cell, dict):
+                stop = at_dict + size
+                contents[id(cell)] = dict(
+                    zip(self._keys[at_dict:stop], self._values[at_dict:stop], strict=True)
+                )
+                at_dict = stop
+            else:
+                contents[id(cell)] = self._items[at_other : at_other + size]
+                at_other += size
+        return contents
+
+
+def fill(target: Cell, source: Cell, copy: Callable[[Any, str], Any]) -> None:
+    """Replace what ``target`` holds by copies of what ``source`` holds; the types agree."""
+    if isinstance(source, dict):
+        entries = [
+            (copy(k, f"[{k!r}]"), copy(v, key_text(k))) for k, v in _base(source).items(source)
+        ]
+        _base(target).clear(target)
+        for key, value in entries:
+            set_entry(target, key, value)
+    else:
+        values = [copy(value, f"[{i}]") for i, value in enumerate(source)]
+        target.clear()
+        target.update(values) if isinstance(target, set) else target.extend(values)
+
+
+def key_text(key: Any) -> str:
+    """How a path shows an entry."""
+    return f".{key}" if isinstance(key, str) else f"[{key!r}]"
+
+
+def set_entry(cell: dict[Any, Any], key: Any, value: Any) -> None:
+    """Set an entry past any ``__setitem__`` of the user's class, which may do more than that."""
+    _base(cell).__setitem__(cell, key, value)
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _base(cell: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The class whose methods keep ``cell`` consistent: an OrderedDict has an order of its own."""
+    return OrderedDict if isinstance(cell, OrderedDict) else dict
+
+
+def _same(values: Iterable[Any], before: list[Any]) -> bool:
+    return all(map(operator.is_, values, before))
+
+
+def _same_content(cell: Cell, before: Any) -> bool:
+    if len(cell) != len(before):
+        return False
+    if isinstance(cell, dict):
+        return _same(_base(cell).values(cell), list(before.values())) and _same(cell, list(before))
+    return _same(cell, before)
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) is tuple:  # tuples are no cells: what they hold is held by their cell
+            yield from _tensors(value)
