@@ -55,12 +55,16 @@ def resolve_device(device: Device, *, argument: str = "device_ids") -> torch.dev
                 f"{argument} asks for accelerator {device}, but torch sees no accelerator on this "
                 f"machine; for CPU slots pass replicas=2 or device_ids=['cpu', 'cpu']"
             )
+        if device < 0:
+            raise ValueError(f"{argument} asks for accelerator {device}, {_what_there_is()}")
         found = torch.device(accelerator.type, device)
     else:
         try:
             found = torch.device(device)
         except RuntimeError as error:
-            raise ValueError(f"{argument} holds {device!r}, which torch does not know") from error
+            raise ValueError(
+                f"{argument} holds {device!r}, which torch does not know; write 'cpu' or 'cuda:0'"
+            ) from error
     if found.type in ("cpu", "meta"):
         return torch.device(found.type)
     if accelerator is None or found.type != accelerator.type:
@@ -71,10 +75,7 @@ def resolve_device(device: Device, *, argument: str = "device_ids") -> torch.dev
         )
     index = torch.accelerator.current_device_index() if found.index is None else found.index
     if not 0 <= index < _num_accelerators():
-        raise ValueError(
-            f"{argument} asks for {found.type}:{index}, but this machine has "
-            f"{_num_accelerators()} (0 to {_num_accelerators() - 1})"
-        )
+        raise ValueError(f"{argument} asks for {found.type}:{index}, {_what_there_is()}")
     return torch.device(found.type, index)
 
 
@@ -126,6 +127,10 @@ def plan_slots(device_ids: Sequence[Device] | None, replicas: int | None) -> tup
 
 def _num_accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _what_there_is() -> str:
+    return f"but this machine has {_num_accelerators()} (0 to {_num_accelerators() - 1})"
 
 
 def _default_devices(replicas: int | None) -> list[torch.device]:

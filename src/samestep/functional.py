@@ -86,6 +86,7 @@ def replicate(
     detach: bool = False,
     *,
     keep: ReplicaSet | None = None,
+    sizes: Sequence[int] = (),
 ) -> list[nn.Module]:
     """Make one replica of a module per slot.
 
@@ -97,6 +98,7 @@ def replicate(
         devices: one per slot.
         detach: True: no gradient reaches the source module.
         keep: where replicas are kept from call to call; anew if None.
+        sizes: B_k of each shard, for state that is kept too.
 
     Raises:
         ReplicaError: the module lies on several devices, or holds a function that cannot be
@@ -106,7 +108,7 @@ def replicate(
         The role of ``torch.nn.parallel.replicate``.
     """
     slots = _slots(devices)
-    replicas = (keep or ReplicaSet()).refresh(network, slots)
+    replicas = (keep or ReplicaSet()).refresh(network, slots, sizes=sizes)
     for replica in replicas if detach else ():
         for link in replica.links.values():
             link.copy.requires_grad_(False)

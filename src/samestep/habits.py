@@ -98,12 +98,13 @@ class Trial:
 
     def judge(self, changes: Changes) -> Verdict:
         """Decide, after the forwards, whether the attempt stands; undo it if not."""
-        if self._probe is not None:
-            written = self._probe.written()
-            if written or changes.is_initialisation:
-                self.undo()
-                self._habits._probed(written)
-                return Verdict.WHOLE
+        written = [] if self._probe is None else self._probe.written()
+        is_first = self._probe is not None
+        if written or changes.is_structural or (is_first and changes.is_flagged):
+            # It initialises itself from the batch it sees, or adds a part that all shards share.
+            self.undo()
+            self._habits._probed(written)
+            return Verdict.WHOLE
         if self._can_watch and self._watch.has_moved(self.draws) and self.drawing != "swap":
             self.undo()
             self._habits._learn(self._escalated())

@@ -12,13 +12,19 @@ for theirs. A module with such buffers and no counter is compared by value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Link", "as_leaf", "copy_all", "copy_to", "num_bytes", "take_stamp"]
+__all__ = ["Carried", "Link", "Rows", "as_leaf", "copy_all", "copy_to", "num_bytes", "take_stamp"]
+
+
+# (dim, first row, number of rows), as ``Tensor.narrow`` takes them
+Rows = tuple[int, int, int]
 
 
 @dataclass
@@ -31,6 +37,7 @@ class Link:
     is_alias: bool  # of the source's memory
     is_private: bool  # may be written by the forward
     is_suspect: bool = False  # may be written without a new version: only values can tell
+    rows: Rows | None = None  # which rows of the source the copy holds; None: all of it
     clocks: tuple[Tensor, Tensor] | None = None  # see [Note: batch_norm has no version]
     seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal
 
@@ -42,6 +49,11 @@ class Link:
         if self.is_suspect:
             return not torch.equal(self.copy, self.source)
         return self._versions()[1] != self.seen[1]
+
+    def view(self) -> Tensor:
+        """What of the source the copy holds, outside of any graph."""
+        source = self.source.detach()
+        return source if self.rows is None else source.narrow(*self.rows)
 
     def is_stale(self) -> bool:
         """Whether the source may hold other values than the copy. Unknown versions count so."""
@@ -58,12 +70,52 @@ class Link:
         return _version(self.source, source), _version(self.copy, copy)
 
 
+class Carried:
+    """State that a step leaves on the module with one entry per row, for the next step to read.
+
+    One device would find the whole batch's there; a shard must find its own rows of it.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[Any, Sequence[tuple[Tensor, int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._tensors)
+
+    def note(self, place: Any, tensors: Sequence[tuple[Tensor, int]]) -> None:
+        """Remember what lies at ``place`` (anything hashable): tensors, and on which dim the
+        rows."""
+        self._tensors.pop(place, None)
+        if tensors:
+            self._tensors[place] = tensors
+
+    def plan(self, sizes: Sequence[int]) -> list[dict[int, Rows]]:
+        """Say, per shard, which rows of which tensor (by id) it gets in a call with these sizes.
+
+        Where the number of rows is not this batch's, a shard gets the whole tensor, as one device
+        would; or none of it, if it could take that for its own rows by mistake.
+        """
+        plans: list[dict[int, Rows]] = []
+        start = 0
+        for size in sizes:
+            plan: dict[int, Rows] = {}
+            for tensor, dim in chain.from_iterable(self._tensors.values()):
+                if tensor.size(dim) == sum(sizes):
+                    plan[id(tensor)] = (dim, start, size)
+                elif tensor.size(dim) in sizes:
+                    plan[id(tensor)] = (dim, 0, 0)
+            plans.append(plan)
+            start += size
+        return plans
+
+
 def as_leaf(data: Tensor, source: Tensor) -> Tensor:
     """A leaf over ``data`` that looks like ``source``: its class, and whether it needs a
     gradient."""
     if isinstance(source, nn.Parameter):
         # Not nn.Parameter(data): a subclass may have a constructor of its own.
-        return torch.Tensor._make_subclass(type(source), data, source.requires_grad)
+        with torch.inference_mode(source.is_inference()):
+            return torch.Tensor._make_subclass(type(source), data, source.requires_grad)
     return data.requires_grad_(source.requires_grad)
 
 

@@ -214,7 +214,7 @@ class DataParallel(Wrapper):
         slots, rows = [options.slots[i] for i in plan.slots or (0,)], plan.sizes or (0,)
 
         shards = scatter((args, kwargs), options.slots, plan=plan)
-        replicas = replicas_of(replicate(self.module, slots, keep=runtime.replicas))
+        replicas = replicas_of(replicate(self.module, slots, keep=runtime.replicas, sizes=rows))
         trial = runtime.habits.start(self.module, can_watch=runtime.can_watch)
         try:
             outputs, changes = run_shards(
@@ -236,7 +236,8 @@ class DataParallel(Wrapper):
             out_dims=options.out_dims,
             reduction=options.reduction,
         )
-        runtime.writer.write(changes, replicas, rows)
+        for place, tensors in runtime.writer.write(changes, replicas, rows).items():
+            runtime.replicas.carry(place, tensors)
         runtime.replicas.mark_dirty(changes.cells)
         runtime.replicas.mark_moved(changes.parted)
         return output

@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from torch.nn.parameter import is_lazy
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.follow import Follower
-from samestep.links import Link, as_leaf, copy_all, copy_to, num_bytes, take_stamp
+from samestep.links import Carried, Link, Rows, as_leaf, copy_all, copy_to, num_bytes, take_stamp
 from samestep.norm import NormRecord
 from samestep.snapshot import Snapshot
 
@@ -83,6 +84,8 @@ class Replica:
     Attributes:
         module: the copy, a real module of the same class.
         links: by id of the source tensor.
+        rows: by id of the source tensor, which of its rows are this replica's; others it holds
+            whole.
         norms: what its BatchNorm modules saw in the last forward.
     """
 
@@ -93,6 +96,7 @@ class Replica:
         *,
         share: bool = True,
         written: Container[int] = (),
+        rows: Mapping[int, Rows] = MappingProxyType({}),
         lock: threading.RLock | None = None,
     ) -> None:
         self.slot = slot
@@ -101,6 +105,7 @@ class Replica:
         self.links: dict[int, Link] = {}
         self._share = share
         self._written = written
+        self.rows = rows
         self._by_copy: dict[int, Link] = {}
         self._targets: dict[int, Any] = {}
         self._home = home_device(source)
@@ -175,18 +180,21 @@ class Replica:
         found = self.links.get(id(source))
         if found is not None:
             return found.copy
-        is_suspect = id(source) in self._written
-        is_private = is_suspect or not (isinstance(source, nn.Parameter) or source.requires_grad)
+        is_suspect, rows = id(source) in self._written, self.rows.get(id(source))
+        is_parameter = isinstance(source, nn.Parameter) or source.requires_grad
+        is_private = is_suspect or rows is not None or not is_parameter
         is_alias = self._share and not is_private and source.device == self.slot.device
         with torch.inference_mode(False), torch.no_grad():
             data = source.detach()
+            if rows is not None:
+                data = data.narrow(*rows)
             if not is_alias:
                 data = copy_to(data, self.slot.device)
             copy = as_leaf(data, source)
         tags = self.target(getattr(source, "__dict__", None))
         if tags is not None:
             copy.__dict__ = tags  # a parameter that was linked before keeps what hangs on it
-        link = Link(source, copy, path, is_alias, is_private, is_suspect)
+        link = Link(source, copy, path, is_alias, is_private, is_suspect, rows)
         link.mark_equal()
         self.links[id(source)] = self._by_copy[id(copy)] = link
         return copy
@@ -209,6 +217,7 @@ class ReplicaSet:
         self.lock = threading.RLock()  # held while leaves of the replicas accumulate gradients
         self._source: nn.Module | None = None
         self._written: dict[int, Tensor] = {}
+        self._carried = Carried()
         #: Counts up whenever a module was exchanged or train()/eval() was called.
         self.generation = 0
         self.clear()
@@ -233,6 +242,10 @@ class ReplicaSet:
         """A forward changed its copies of these source cells: renew them at the next refresh."""
         self._dirty.update((id(cell), cell) for cell in cells)
 
+    def carry(self, place: Any, tensors: Sequence[tuple[Tensor, int]]) -> None:
+        """Tensors that a step left at ``place`` hold one entry per row, on the dim given."""
+        self._carried.note(place, tensors)
+
     def mark_moved(self, tensors: Sequence[Tensor]) -> None:
         """A forward gave its aliases of these tensors other memory: make new ones."""
         self._moved.extend(tensors)
@@ -251,13 +264,19 @@ class ReplicaSet:
         self.clear()
 
     def refresh(
-        self, source: nn.Module, slots: Sequence[Slot], *, force: bool = False
+        self,
+        source: nn.Module,
+        slots: Sequence[Slot],
+        *,
+        sizes: Sequence[int] = (),
+        force: bool = False,
     ) -> list[Replica]:
         """Return the replicas of ``slots``, equal to ``source`` as it is now.
 
         Args:
             source: the source module.
             slots: those that have a shard in this call.
+            sizes: B_k of each; needed where state is carried from call to call, row by row.
             force: copy every tensor that is held as a copy, whatever its version says.
 
         Raises:
@@ -266,11 +285,14 @@ class ReplicaSet:
         if source is not self._source:
             self.clear()
             self._source = source
+        plans = self._carried.plan(sizes) if self._carried else [{}] * len(slots)
+        for slot, rows in zip(slots, plans, strict=True):
+            self._cut_anew(slot, rows)
         if self._snapshot is not None and not (self._follow() and self._follow_tensors()):
             self.clear()
-        for slot in slots:
+        for slot, rows in zip(slots, plans, strict=True):
             if slot.index not in self._replicas:
-                self._build(source, slot)
+                self._build(source, slot, rows)
         if not self._listed:
             self._list_tensors()
         replicas = [self._replicas[slot.index] for slot in slots]
@@ -280,8 +302,21 @@ class ReplicaSet:
 
     # -- Following the module tree -----------------------------------------------------------
 
-    def _build(self, source: nn.Module, slot: Slot) -> None:
-        replica = Replica(source, slot, share=self._share, written=self._written, lock=self.lock)
+    def _cut_anew(self, slot: Slot, rows: Mapping[int, Rows]) -> None:
+        """Let the slot's replica hold these rows of what is carried from call to call."""
+        replica = self._replicas.get(slot.index)
+        if replica is None or replica.rows == rows:
+            return
+        ids = {key for key in {*rows, *replica.rows} if rows.get(key) != replica.rows.get(key)}
+        for link in [link for key, link in replica.links.items() if key in ids]:
+            replica.relink(link.source)
+        replica.rows = rows
+        self.mark_dirty([cell for cell, _ in replica.follower.cells if _holds(cell, ids)])
+
+    def _build(self, source: nn.Module, slot: Slot, rows: Mapping[int, Rows]) -> None:
+        replica = Replica(
+            source, slot, share=self._share, written=self._written, rows=rows, lock=self.lock
+        )
         self._prepare(replica)
         replica.snapshot.take()
         self._replicas[slot.index] = replica
@@ -387,11 +422,11 @@ class ReplicaSet:
         if not stale:
             return
         with torch.no_grad():
-            copy_all([link.copy.detach() for link in stale], [link.source for link in stale])
+            copy_all([link.copy.detach() for link in stale], [link.view() for link in stale])
         for link in stale:
             link.mark_equal()
         self._counts[2] += len(stale)
-        self._counts[3] += sum(num_bytes(link.source) for link in stale)
+        self._counts[3] += sum(num_bytes(link.copy) for link in stale)
 
 
 # ---------------------------------------------------------------------------

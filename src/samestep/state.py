@@ -36,6 +36,7 @@ from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
 from samestep.replicas import Replica
 from samestep.snapshot import set_entry
+from samestep.tree import iter_leaves
 
 __all__ = ["BUFFER_RULES", "Changes", "StateWriter", "check_buffers", "collect"]
 
@@ -69,7 +70,8 @@ class Changes:
     entries: list[Entry]
     written: list[list[Link]]
     cells: list[Any]
-    is_initialisation: bool
+    is_structural: bool
+    is_flagged: bool
 
     @property
     def parted(self) -> list[Tensor]:
@@ -113,9 +115,13 @@ def collect(replicas: Sequence[Replica]) -> Changes:
         for (_, key), (cell, path) in keys.items()
     ]
     cells = {id(cell): cell for cell, _ in keys.values()}
-    is_new = any(_initialises(entry, replicas) for entry in entries)
-    is_flag = any(_is_flag_set(links) for links in written.values())
-    return Changes(entries, list(written.values()), list(cells.values()), is_new or is_flag)
+    return Changes(
+        entries,
+        list(written.values()),
+        list(cells.values()),
+        is_structural=any(map(_is_structural, entries)),
+        is_flagged=any(map(_is_flag, entries)) or any(map(_is_flag_set, written.values())),
+    )
 
 
 class StateWriter:
@@ -135,7 +141,9 @@ class StateWriter:
         self._merge = merge
         self._warned: set[str] = set()
 
-    def write(self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]) -> None:
+    def write(
+        self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]
+    ) -> dict[Any, list[tuple[Tensor, int]]]:
         """Bring ``changes`` back to the source module.
 
         Args:
@@ -143,11 +151,15 @@ class StateWriter:
             replicas: of the same shards.
             rows: B_k of each shard.
 
+        Returns:
+            By place, the tensors written that hold one entry per row, and on which dim.
+
         Raises:
             MergeError: an integer buffer differs between the shards and has no rule.
         """
         done: set[int] = set()
         decided: list[Callable[[], Any]] = []
+        carried: dict[Any, list[tuple[Tensor, int]]] = {}
         for records in zip(*(replica.norms for replica in replicas), strict=True):
             merged = merge_statistics(records)
             for name, value in (merged or {}).items():
@@ -159,7 +171,10 @@ class StateWriter:
             if id(source) not in done:
                 rule = self._rule(links[0].path)
                 values = [link.copy.detach() for link in links]
-                value = self._merge_buffer(source, values, rows, rule, links[0].path)
+                if links[0].rows is not None:
+                    value = torch.cat([v.to(source.device) for v in values], links[0].rows[0])
+                else:
+                    value = self._merge_buffer(source, values, rows, rule, links[0].path)
                 decided.append(partial(source.copy_, value))
         removed = []
         for entry in changes.entries:
@@ -168,11 +183,14 @@ class StateWriter:
                 removed.append(entry)
             elif value is not _KEEP:
                 decided.append(partial(_write, entry, value))
+                place = (id(entry.cell), entry.key)
+                carried[place] = _find_rows(value, entry.values, rows)
         with torch.no_grad():
             for action in decided:
                 action()
         for entry in removed:
             entry.cell.pop(entry.key, None)
+        return carried
 
     # -- Deciding ----------------------------------------------------------------------------
 
@@ -261,6 +279,8 @@ def check_buffers(buffers: Any) -> None:
 # Helpers
 # ---------------------------------------------------------------------------
 
+# The dictionaries in which a module keeps its hooks.
+_HOOKS = {name for name in nn.Module().__dict__ if name.endswith(("_hooks", "_hooks_with_kwargs"))}
 _KEEP = object()  # leave the source module's value as it is
 
 
@@ -298,13 +318,17 @@ def _to_source(replica: Replica, value: Any) -> Any:
     return value
 
 
-def _initialises(entry: Entry, replicas: Sequence[Replica]) -> bool:
-    """A new module or parameter, or a flag that goes up."""
-    new = entry.values[0]
-    if isinstance(new, (nn.Module, nn.Parameter)):
-        before = entry.cell.get(entry.key) if entry.key is not None else None
-        return before is None
-    return entry.key is not None and new is True and entry.cell.get(entry.key) is False
+def _is_structural(entry: Entry) -> bool:
+    """A new module or parameter, or a new hook: an entry that was not there before."""
+    if entry.key is None or entry.cell.get(entry.key) is not None:
+        return False
+    is_hook = entry.path.rpartition(".")[2] in _HOOKS
+    return is_hook or any(isinstance(value, (nn.Module, nn.Parameter)) for value in entry.values)
+
+
+def _is_flag(entry: Entry) -> bool:
+    """An attribute that goes from False to True."""
+    return entry.key is not None and entry.values[0] is True and entry.cell.get(entry.key) is False
 
 
 def _is_flag_set(links: Sequence[Link]) -> bool:
@@ -325,6 +349,21 @@ def _write(entry: Entry, value: Any) -> None:
         return
     entry.cell.clear()
     entry.cell.update(value) if isinstance(entry.cell, set) else entry.cell.extend(value)
+
+
+def _find_rows(merged: Any, values: Sequence[Any], rows: Sequence[int]) -> list[tuple[Tensor, int]]:
+    """The tensors in ``merged`` that were joined from each shard's rows, with the dim of the
+    rows."""
+    found: list[tuple[Tensor, int]] = []
+    parts = [[leaf for _, leaf in iter_leaves(value)] for value in values]
+    for leaf, *shards in zip((leaf for _, leaf in iter_leaves(merged)), *parts, strict=False):
+        if isinstance(leaf, Tensor) and all(isinstance(part, Tensor) for part in shards):
+            dims = range(leaf.dim())
+            sizes = [[part.size(d) if d < part.dim() else -1 for part in shards] for d in dims]
+            dim = next((d for d in dims if sizes[d] == list(rows)), None)
+            if dim is not None and leaf.size(dim) == sum(rows):
+                found.append((leaf, dim))
+    return found
 
 
 def _is_scalar(value: Any) -> bool:

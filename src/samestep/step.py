@@ -203,7 +203,7 @@ def _tie(
         map_tensors(_note(outputs, own), tree)
     if not any(found):
         return trees
-    sources = _find_sources(replicas, found)
+    sources = _find_sources(replicas, found, leaves, local)
     graphs = ShardGraphs(
         runner=runner,
         replicated=[[replica.links[id(s)].copy for s in sources] for replica in replicas],
@@ -225,12 +225,17 @@ def _look_up(table: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _find_sources(
-    replicas: Sequence[Replica], outputs: Sequence[dict[int, Tensor]]
+    replicas: Sequence[Replica],
+    outputs: Sequence[dict[int, Tensor]],
+    leaves: list[list[Tensor]],
+    local: list[list[Tensor]],
 ) -> list[Tensor]:
-    """The source's tensors that a gradient may reach, in the order of the first replica."""
+    """The source's tensors that a gradient may reach, in the order of the first replica.
+
+    Those of which each shard has its own rows are added to ``leaves`` and ``local`` instead.
+    """
     links = [link for link in replicas[0].links.values() if link.source.requires_grad]
-    inner = [link.source for link in links if link.source.grad_fn is not None]
-    if not inner:
+    if all(link.source.grad_fn is None and link.rows is None for link in links):
         return [link.source for link in links]
     # A tensor attribute with a history of its own, such as the weight that an old-style weight norm
     # leaves behind. If no shard used it, it must stay out: torch would walk through that history,
@@ -238,12 +243,20 @@ def _find_sources(
     used: set[int] = set()
     for row in outputs:
         used |= _find_leaves(row.values())
-    return [
-        link.source
-        for link in links
-        if link.source.grad_fn is None
-        or any(id(replica.links[id(link.source)].copy) in used for replica in replicas)
-    ]
+    sources = []
+    for key in [id(link.source) for link in links]:
+        parts = [replica.links[key] for replica in replicas]
+        source = parts[0].source
+        if source.grad_fn is not None and not any(id(part.copy) in used for part in parts):
+            continue
+        if parts[0].rows is None:
+            sources.append(source)
+            continue
+        for part, mine, given in zip(parts, leaves, local, strict=True):
+            assert part.rows is not None
+            mine.append(part.copy)
+            given.append(source.narrow(*part.rows))
+    return sources
 
 
 def _find_leaves(outputs: Iterable[Tensor]) -> set[int]:

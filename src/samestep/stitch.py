@@ -283,13 +283,13 @@ class _Backward:
         sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists)
         for k, row in enumerate(found):
             sums.add(k, [None if g is None else g.detach() for g in row[:cut]])
-        recorded: MaybeTensors = [g for row in found for g in row[cut:] if _is_recorded(g)]
+        values: MaybeTensors = [g for row in found for g in row[cut:] if _is_recorded(g)]
         inputs = _unflatten(self.inputs[self.num_replicated :], list(map(len, self.graphs.local)))
         sources: Tensors = [*self.inputs[: self.num_replicated], *_present(self.sum_gradients)]
-        for row, gradients in zip(inputs, self.local_gradients, strict=True):
-            sources += [*row, *_present(gradients)]
-        recorded += sums.result()
-        flat = iter(_apply(derived, recorded, sources))
+        for mine, gradients in zip(inputs, self.local_gradients, strict=True):
+            sources += [*mine, *_present(gradients)]
+        values += sums.result()
+        flat = iter(_apply(derived, values, sources))
         local = [[next(flat) if _is_recorded(g) else g for g in row[cut:]] for row in found]
         return self._spread(list(flat), local)
 

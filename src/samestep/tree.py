@@ -11,14 +11,24 @@ container itself, the identical object; a container that holds itself is an erro
 Must not: know what a tensor's dims mean. This is the only door to ``torch.utils._pytree``.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree
+
+from samestep.adapters import (
+    find_graph_functions,
+    is_opened_by_attributes,
+    rebuild_graphs,
+    split_graphs,
+)
 
 __all__ = [
     "MAX_DEPTH",
@@ -99,11 +109,13 @@ def register_batch_type(
 
 def find_batch_type(value: Any) -> BatchType | None:
     """Return what was registered for the class of ``value`` or its nearest base, or None."""
+    own = type(value)
     if _batch_types:
-        for cls in type(value).__mro__:
+        for cls in own.__mro__:
             if cls in _batch_types:
                 return _batch_types[cls]
-    return None
+    functions = find_graph_functions(own) if own.__module__.startswith("torch_geometric") else None
+    return None if functions is None else BatchType(own, *functions)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -187,7 +199,15 @@ def _open_other(value: Any, cls: type) -> Opened | None:
         return _open_user_dict(value)
     if isinstance(value, (list, tuple)):
         return _open_sequence(value, cls)
-    if find_batch_type(value) is not None and hasattr(value, "__dict__"):
+    found = find_batch_type(value)
+    if found is not None and found.split is split_graphs:
+        return Opened(
+            list(value.keys()),
+            list(value.to_dict().values()),
+            "key",
+            partial(rebuild_graphs, value),
+        )
+    if (found is not None or is_opened_by_attributes(cls)) and hasattr(value, "__dict__"):
         return _open_attributes(value)
     return None
 

@@ -1,0 +1,279 @@
+"""Copying an object graph: one copy per object, and what points into the tree still does."""
+
+import functools
+import threading
+import types
+import weakref
+from collections import OrderedDict, deque
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.errors import ReplicaError
+from samestep.follow import Follower
+from samestep.snapshot import Snapshot
+
+
+class Holder(nn.Module):
+    """A child, and whatever a test hangs on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Linear(2, 2)
+
+    def method(self):
+        return self
+
+
+class Helper:
+    """A user's own object."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+class Slotted:
+    __slots__ = ("module", "number")
+
+    def __init__(self, module, number):
+        self.module, self.number = module, number
+
+
+def follow(module):
+    """Copy it; tensors are copied as they are."""
+    return Follower(module, lambda tensor, path: tensor.detach().clone())
+
+
+def copy_of(value, module=None):
+    """What becomes of an attribute; (copied module, copied attribute)."""
+    module = Holder() if module is None else module
+    module.value = value(module) if callable(value) else value
+    copied = follow(module).root
+    assert copied is not module
+    return copied, copied.value
+
+
+CONTAINERS = {
+    "list": lambda m: [m.child],
+    "tuple": lambda m: (m.child, 1),
+    "dict": lambda m: {"x": m.child, 2: 3},
+    "OrderedDict": lambda m: OrderedDict(b=m.child, a=1),
+    "set": lambda m: {m.child},
+    "deque": lambda m: deque([m.child], maxlen=3),
+    "nested": lambda m: [{"x": (m.child, [m.child])}],
+    "object": lambda m: Helper(inner=m.child, more=[m.child]),
+}
+
+
+def modules_in(value):
+    if isinstance(value, nn.Module):
+        return [value]
+    if isinstance(value, dict):
+        return [m for entry in value.values() for m in modules_in(entry)]
+    if isinstance(value, list | tuple | set | deque):
+        return [m for entry in value for m in modules_in(entry)]
+    if isinstance(value, Helper):
+        return modules_in(vars(value))
+    return []
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers_keep_their_type_and_point_into_the_copy(kind):
+    source = Holder()
+    copied, value = copy_of(CONTAINERS[kind], source)
+    assert type(value) is type(source.value)
+    assert value is not source.value
+    found = modules_in(value)
+    assert found
+    assert all(module is copied.child for module in found)
+    if isinstance(value, deque):
+        assert value.maxlen == 3
+    if isinstance(value, dict):
+        assert list(value) == list(source.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, "text", None, 2.5, (1, 2), b"x", torch.float32, torch.Size([2]), range(3), ...],
+    ids=repr,
+)
+def test_what_cannot_change_is_shared(value):
+    assert copy_of(lambda _: value)[1] is value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [threading.Lock, lambda: (i for i in range(3)), lambda: open(__file__)],  # noqa: SIM115
+    ids=["lock", "generator", "file"],
+)
+def test_what_cannot_be_copied_is_shared(make):
+    value = make()
+    assert copy_of(lambda _: value)[1] is value
+    getattr(value, "close", lambda: None)()
+
+
+def test_an_optimizer_or_generator_is_shared():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    generator = torch.Generator()
+    assert copy_of(lambda _: optimizer)[1] is optimizer
+    assert copy_of(lambda _: generator)[1] is generator
+
+
+def test_one_object_has_one_copy_and_cycles_close():
+    def make(module):
+        shared = [1]
+        loop = {"shared": shared, "again": shared, "module": module}
+        loop["loop"] = loop
+        return loop
+
+    copied, value = copy_of(make)
+    assert value["shared"] is value["again"]
+    assert value["loop"] is value
+    assert value["module"] is copied
+
+
+def test_bound_methods_and_partials_are_bound_to_the_copy():
+    copied, value = copy_of(lambda m: [m.method, functools.partial(m.method), m.child.forward])
+    assert value[0]() is copied
+    assert value[1]() is copied
+    assert value[2].__self__ is copied.child
+
+
+def test_a_closure_over_the_module_is_rebound():
+    def make(module):
+        def outer():
+            return module
+
+        return {"f": outer, "g": lambda m=module: m, "h": lambda *, m=module: m}
+
+    source = Holder()
+    copied, value = copy_of(make, source)
+    assert all(function() is copied for function in value.values())
+    assert all(function() is source for function in source.value.values())
+    assert value["f"].__name__ == "outer"
+
+
+def test_a_closure_over_something_else_is_the_users_own():
+    seen = []
+    function = copy_of(lambda _: lambda x: seen.append(x))[1]
+    function(1)
+    assert seen == [1]
+
+
+def test_a_list_that_a_closure_shares_with_the_user_stays_shared():
+    seen = []
+
+    def make(module):
+        return lambda: seen.append(module)
+
+    copied, value = copy_of(make)
+    value()
+    assert len(seen) == 1
+    assert seen[0] is copied
+
+
+def test_a_function_that_reaches_the_module_by_a_global_is_refused_by_name():
+    module = Holder()
+    scope = {"net": module}
+    exec("def use(x):\n    return net(x)", scope)
+    module.use = scope["use"]
+    with pytest.raises(ReplicaError) as info:
+        follow(module)
+    assert "attribute 'use' is a function that uses the module" in str(info.value)
+    assert "global variable 'net'" in str(info.value)
+    assert "lambda x, net=net: ..." in str(info.value)
+
+
+def test_weak_references_point_to_the_copy():
+    copied, value = copy_of(lambda m: {"ref": weakref.ref(m.child)})
+    assert value["ref"]() is copied.child
+
+
+def test_objects_with_slots_and_state_of_their_own_are_copied():
+    copied, value = copy_of(lambda m: Slotted(m.child, 3))
+    assert value.module is copied.child
+    assert value.number == 3
+
+
+def test_a_namespace_is_followed():
+    copied, value = copy_of(lambda m: types.SimpleNamespace(inner=m.child))
+    assert value.inner is copied.child
+
+
+def test_hooks_are_copied_with_their_order_and_modules():
+    source, seen = Holder(), []
+    source.child.register_forward_hook(lambda m, args, out: seen.append(m))
+    copied = follow(source).root
+    copied.child(torch.ones(1, 2))
+    assert len(seen) == 1
+    assert seen[0] is copied.child
+
+
+def test_originals_are_found_again():
+    source = Holder()
+    source.value = [source.child]
+    follower = follow(source)
+    assert follower.original(follower.root) is source
+    assert follower.original(follower.root.value) is source.value
+    stranger = object()
+    assert follower.original(stranger) is stranger
+
+
+def test_a_cell_is_brought_up_to_date():
+    source = Holder()
+    source.value = [source.child, 1]
+    follower = follow(source)
+    source.value.append(source.child)
+    source.value[1] = "two"
+    index = next(i for i, (cell, _) in enumerate(follower.cells) if cell is source.value)
+    follower.update(index)
+    child = follower.root.child
+    assert follower.root.value == [child, "two", child]
+    assert follower.paths[index] == ".value"
+
+
+# --------------------------------------------------------------------------------------------------
+# Snapshots
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_sees_every_kind_of_change():
+    ordered = OrderedDict(a=1, b=2)
+    cells = [{"x": 1}, [1, 2], {3}, deque([4]), {}, [], ordered]
+    snapshot = Snapshot(cells)
+    assert snapshot.is_current()
+    changes = [
+        (0, lambda: cells[0].update(x=2), lambda: cells[0].update(x=1)),
+        (0, lambda: cells[0].update(y=2), lambda: cells[0].pop("y")),
+        (1, lambda: cells[1].append(3), lambda: cells[1].pop()),
+        (1, lambda: cells[1].reverse(), lambda: cells[1].reverse()),
+        (2, lambda: cells[2].add(9), lambda: cells[2].remove(9)),
+        (3, lambda: cells[3].append(5), lambda: cells[3].pop()),
+        (4, lambda: cells[4].update(new=1), lambda: cells[4].clear()),
+        (5, lambda: cells[5].append(1), lambda: cells[5].clear()),
+        (6, lambda: ordered.move_to_end("a"), lambda: ordered.move_to_end("b")),
+    ]
+    for index, change, back in changes:
+        change()
+        assert not snapshot.is_current()
+        assert snapshot.changed() == [index]
+        back()
+        assert snapshot.is_current()
+        assert snapshot.changed() == []
+
+
+def test_a_snapshot_compares_by_identity_and_calls_nothing_of_the_users():
+    class Loud:
+        def __eq__(self, other):
+            raise AssertionError("compared")
+
+        __hash__ = None
+
+    cell = {"x": Loud(), "t": torch.ones(2)}
+    snapshot = Snapshot([cell])
+    assert snapshot.is_current()
+    cell["x"] = Loud()
+    assert not snapshot.is_current()
+    assert snapshot.changed() == [0]
+    assert [type(tensor) for tensor in snapshot.tensors()] == [torch.Tensor]

@@ -1,0 +1,334 @@
+"""Replicas: no copy where memory can be shared, never out of date, real modules."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.devices import Slot
+from samestep.errors import ReplicaError
+from samestep.replicas import ReplicaSet, find_replica, has_lazy, home_device, replicas_of
+
+CPU = torch.device("cpu")
+SLOTS = [Slot(k, CPU) for k in range(3)]
+
+
+class Net(nn.Module):
+    """A bit of everything that a module may hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(2)])
+        self.register_buffer("table", torch.arange(4.0))
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.blocks[0].weight  # tied
+        self.last.weight.tag = "tied"
+        self.options = {"depth": 2, "again": [self.first]}
+
+    def forward(self, x):
+        return self.last(self.blocks[0](self.first(x))) * self.scales[0] + self.table
+
+
+@pytest.fixture
+def source():
+    return Net()
+
+
+def refresh(replicas, source, slots=SLOTS, **options):
+    return [replica.module for replica in replicas.refresh(source, slots, **options)]
+
+
+# --------------------------------------------------------------------------------------------------
+# What a replica is
+# --------------------------------------------------------------------------------------------------
+
+
+def test_replicas_alias_the_parameters_and_own_their_buffers(source):
+    modules = refresh(ReplicaSet(), source)
+    for module in modules:
+        for (name, mine), (other, theirs) in zip(
+            module.named_parameters(), source.named_parameters(), strict=True
+        ):
+            assert name == other
+            assert mine.data_ptr() == theirs.data_ptr()
+            assert mine is not theirs
+            assert (mine.is_leaf, mine.requires_grad) == (True, theirs.requires_grad)
+        for mine, theirs in zip(module.buffers(), source.buffers(), strict=True):
+            assert mine.data_ptr() != theirs.data_ptr()
+            assert torch.equal(mine, theirs)
+    assert len({id(module) for module in (source, *modules)}) == 4
+
+
+def test_a_replica_is_a_real_module_of_its_class(source):
+    (module,) = refresh(ReplicaSet(), source, SLOTS[:1])
+    assert type(module) is Net
+    assert list(module.state_dict()) == list(source.state_dict())
+    assert len(list(module.parameters())) == len(list(source.parameters()))
+    assert type(module.scales) is nn.ParameterList
+    assert module.last.weight is module.blocks[0].weight
+    assert module.last.weight.tag == "tied"
+    assert module.options["again"][0] is module.first
+    x = torch.randn(2, 3)
+    assert torch.equal(module(x), source(x))
+
+
+def test_a_copying_set_shares_no_memory(source):
+    (module,) = refresh(ReplicaSet(share=False), source, SLOTS[:1])
+    for mine, theirs in zip(module.parameters(), source.parameters(), strict=True):
+        assert mine.data_ptr() != theirs.data_ptr()
+        assert torch.equal(mine, theirs)
+
+
+def test_a_replicas_gradient_is_not_the_sources(source):
+    (module,) = refresh(ReplicaSet(), source, SLOTS[:1])
+    module(torch.randn(2, 3)).sum().backward()
+    assert module.first.weight.grad is not None
+    assert source.first.weight.grad is None
+
+
+def test_replicas_are_found_by_their_module(source):
+    replicas = ReplicaSet()
+    records = replicas.refresh(source, SLOTS)
+    assert replicas_of([record.module for record in records]) == records
+    assert find_replica(source) is None
+    assert find_replica(records[0].module.first) is None
+    assert records[0].original(records[0].module.first) is source.first
+    assert records[0].original(records[0].module.first.weight) is source.first.weight
+    assert records[0].original(source) is source
+
+
+def test_a_module_on_several_devices_is_refused_by_name(source):
+    source.last.bias = nn.Parameter(torch.ones(4, device="meta"))
+    with pytest.raises(
+        ReplicaError, match=r"'scales.0' on cpu, 'last.bias' on meta|on several dev"
+    ):
+        home_device(source)
+    with pytest.raises(ReplicaError, match="lies on several devices"):
+        ReplicaSet().refresh(source, SLOTS)
+
+
+def test_home_is_the_cpu_without_any_tensor():
+    assert home_device(nn.ReLU()) == CPU
+    assert home_device(nn.Linear(2, 2, device="meta")) == torch.device("meta")
+
+
+def test_lazy_parameters_are_noticed():
+    assert has_lazy(nn.Sequential(nn.LazyLinear(3)))
+    assert not has_lazy(nn.Linear(2, 2))
+
+
+# --------------------------------------------------------------------------------------------------
+# Freshness
+# --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_done_when_nothing_changed(source):
+    replicas = ReplicaSet()
+    before = refresh(replicas, source), replicas.stats()
+    assert before[1].num_builds == 3
+    for _ in range(3):
+        assert (refresh(replicas, source), replicas.stats()) == before
+
+
+def test_only_slots_with_a_shard_get_a_replica(source):
+    replicas = ReplicaSet()
+    refresh(replicas, source, SLOTS[1:2])
+    assert replicas.stats().num_builds == 1
+    refresh(replicas, source, SLOTS)
+    assert replicas.stats().num_builds == 3
+
+
+def change_buffer_in_place(net):
+    net.table.mul_(3)
+
+
+def rebind_buffer(net):
+    net.table = torch.full((4,), 7.0)
+
+
+def set_data(net):
+    net.first.weight.data = torch.randn(4, 3)
+
+
+def set_parameter(net):
+    net.first.weight = nn.Parameter(torch.randn(4, 3))
+
+
+def write_parameter(net):
+    with torch.no_grad():
+        net.first.weight.add_(1)
+
+
+def write_through_data(net):
+    net.first.weight.data.add_(1)
+
+
+def load(net):
+    net.load_state_dict(Net().state_dict())
+
+
+def load_by_assigning(net):
+    net.load_state_dict(Net().state_dict(), assign=True)
+
+
+def swap_a_child(net):
+    net.first = nn.Linear(3, 4, bias=False)
+
+
+def add_to_a_list(net):
+    net.blocks.append(nn.Linear(4, 4))
+
+
+def remove_from_a_list(net):
+    del net.blocks[1]
+
+
+def set_an_attribute(net):
+    net.options["depth"] = 5
+
+
+def nest_an_attribute(net):
+    net.options["more"] = {"deeper": [1, {"x": net.last}]}
+
+
+def freeze(net):
+    net.first.weight.requires_grad_(False)
+
+
+def evaluate(net):
+    net.eval()
+
+
+def convert(net):
+    net.double()
+
+
+def tag(net):
+    net.first.weight.tag = "new"
+
+
+def untie(net):
+    net.last.weight = nn.Parameter(torch.randn(4, 4))
+
+
+CHANGES = [
+    change_buffer_in_place,
+    rebind_buffer,
+    set_data,
+    set_parameter,
+    write_parameter,
+    write_through_data,
+    load,
+    load_by_assigning,
+    swap_a_child,
+    add_to_a_list,
+    remove_from_a_list,
+    set_an_attribute,
+    nest_an_attribute,
+    freeze,
+    evaluate,
+    tag,
+    untie,
+    convert,
+]
+
+
+def check_equal(replica, source):
+    """The replica is what a new one would be."""
+    assert list(replica.state_dict()) == list(source.state_dict())
+    for mine, theirs in zip(
+        replica.state_dict().values(), source.state_dict().values(), strict=True
+    ):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(replica.parameters(), source.parameters(), strict=True):
+        assert mine.data_ptr() == theirs.data_ptr()
+        assert mine.requires_grad == theirs.requires_grad
+        assert getattr(mine, "tag", None) == getattr(theirs, "tag", None)
+    assert [m.training for m in replica.modules()] == [m.training for m in source.modules()]
+    assert [type(m) for m in replica.modules()] == [type(m) for m in source.modules()]
+    assert replica.options["depth"] == source.options["depth"]
+    assert replica.options.keys() == source.options.keys()
+    if "more" in source.options:
+        assert replica.options["more"]["deeper"][1]["x"] is replica.last
+    assert (replica.last.weight is replica.blocks[0].weight) == (
+        source.last.weight is source.blocks[0].weight
+    )
+    x = torch.randn(2, 3, dtype=source.first.weight.dtype)
+    assert torch.equal(replica(x), source(x))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_every_change_between_calls_is_followed(source, change):
+    replicas = ReplicaSet()
+    refresh(replicas, source)
+    change(source)
+    for module in refresh(replicas, source):
+        check_equal(module, source)
+    settled = replicas.stats()
+    refresh(replicas, source)
+    assert replicas.stats() == settled
+
+
+def test_changes_one_after_the_other_are_followed(source):
+    replicas = ReplicaSet()
+    for change in CHANGES:
+        change(source)
+        for module in refresh(replicas, source):
+            check_equal(module, source)
+
+
+@pytest.mark.parametrize("change", [change_buffer_in_place, write_parameter, load, set_data])
+def test_a_set_that_copies_is_brought_up_to_date(source, change):
+    replicas = ReplicaSet(share=False)
+    (module,) = refresh(replicas, source, SLOTS[:1])
+    change(source)
+    (module,) = refresh(replicas, source, SLOTS[:1])
+    x = torch.randn(2, 3)
+    assert torch.equal(module(x), source(x))
+    before = replicas.stats()
+    refresh(replicas, source, SLOTS[:1])
+    assert replicas.stats() == before
+
+
+def test_a_write_through_data_into_a_copy_needs_force(source):
+    replicas = ReplicaSet(share=False)
+    (module,) = refresh(replicas, source, SLOTS[:1])
+    source.first.weight.data.add_(1)
+    refresh(replicas, source, SLOTS[:1], force=True)
+    assert torch.equal(module.first.weight, source.first.weight)
+
+
+def test_what_a_forward_wrote_into_its_copies_is_gone_at_the_next_call(source):
+    replicas = ReplicaSet()
+    (module,) = refresh(replicas, source, SLOTS[:1])
+    module.table.add_(100)
+    refresh(replicas, source, SLOTS[:1])
+    assert torch.equal(module.table, source.table)
+
+
+def test_a_small_change_builds_no_new_replica(source):
+    replicas = ReplicaSet()
+    refresh(replicas, source)
+    for change in (set_data, freeze, evaluate, set_an_attribute, rebind_buffer, write_parameter):
+        change(source)
+        refresh(replicas, source)
+    assert replicas.stats().num_builds == 3
+
+
+def test_another_module_gets_other_replicas(source):
+    replicas, other = ReplicaSet(), Net()
+    refresh(replicas, source)
+    for module in refresh(replicas, other):
+        check_equal(module, other)
+
+
+def test_copies_of_the_source_are_independent(source):
+    replicas, other = ReplicaSet(), copy.deepcopy(source)
+    (module,) = refresh(replicas, source, SLOTS[:1])
+    with torch.no_grad():
+        other.first.weight.zero_()
+    assert torch.equal(module.first.weight, source.first.weight)
