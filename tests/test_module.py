@@ -1,4 +1,4 @@
-"""The wrapper: what its options mean, what is refused, and the cases where nothing is to be done."""
+"""The wrapper: what its options mean, what is refused, and when there is nothing to be done."""
 
 import threading
 from collections import defaultdict
@@ -362,7 +362,7 @@ def test_a_refresh_sees_what_torch_does_not_count():
         ({"split": [1, float("nan"), 1]}, ValueError, "weights must be finite"),
         ({"split": [1, float("inf"), 1]}, ValueError, "weights must be finite"),
         ({"split": [0, 0, 0]}, ValueError, "not all zero"),
-        ({"split": ["a", 1, 1]}, (TypeError, ValueError), "a"),
+        ({"split": ["a", 1, 1]}, (TypeError, ValueError), "split"),
         ({"split": None}, TypeError, "split"),
         ({"split": 3}, TypeError, "split"),
         ({"in_dims": "columns"}, TypeError, "in_dims is 'columns'; it must be a dim, None, 'rows'"),

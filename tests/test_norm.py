@@ -35,7 +35,7 @@ def rows(num_rows, kind="1d"):
 
 
 def statistics(module):
-    return {name: value for name, value in module.named_buffers()}
+    return dict(module.named_buffers())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -97,6 +97,16 @@ def test_evaluation_changes_nothing_and_is_exact():
     x = rows(7)
     assert torch.equal(model(x), plain(x))
     assert_alike(statistics(plain), before, atol=0)
+
+
+def test_the_first_evaluation_after_training_uses_the_new_statistics():
+    plain = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), make())
+    model, x = DataParallel(plain, replicas=3), rows(7)
+    for _ in range(3):
+        model.train()
+        model(rows(9)).sum().backward()
+        model.eval()
+        assert_alike(model(x), plain(x))
 
 
 @pytest.mark.parametrize("options", [{"track_running_stats": False}, {"affine": False}])

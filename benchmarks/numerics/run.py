@@ -151,7 +151,7 @@ def train(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], flip: bool
 
 
 def compare(found: Result, expected: Result) -> dict[str, float]:
-    return {name: deviate(found[name], expected[name]) for name in expected}
+    return {name: deviate(found[name], expected[name]) for name in expected if expected[name]}
 
 
 def measure_case(name: str, dtype: str, replicas: Sequence[int], steps: int) -> dict[str, Any]:
@@ -253,8 +253,9 @@ def measure_differences(num_replicas: int) -> dict[str, float]:
 # -- Telling ---------------------------------------------------------------------------------------
 
 
-def find_worst(samples: dict[str, Any], part: str) -> float:
-    return max(value[part] for key, value in samples.items() if key.startswith("K="))
+def find_worst(samples: dict[str, Any], part: str) -> float | None:
+    found = [v[part] for key, v in samples.items() if key.startswith("K=") and part in v]
+    return max(found, default=None)
 
 
 def format_tables(results: dict[str, Any]) -> list[str]:
@@ -295,7 +296,9 @@ def iter_samples(results: dict[str, Any]) -> Iterable[tuple[tuple[str, str], dic
             yield (name, dtype), samples
 
 
-def show(value: float) -> str:
+def show(value: float | None) -> str:
+    if value is None:
+        return "none there"
     return "0" if value == 0 else f"{value:.1e}"
 
 

@@ -56,6 +56,8 @@ class Habits:
         self._is_probed = False
         self._drawing = "intercept"
         self._generation = -1
+        self._is_compiled = False
+        self._compiled: set[Any] = set()  # what torch.compile has seen
 
     def start(self, module: nn.Module, *, can_watch: bool) -> Trial:
         """Begin an attempt: call after the replicas are fresh, before any forward.
@@ -65,9 +67,24 @@ class Habits:
             can_watch: whether every shard draws from the CPU's default generator.
         """
         if self._replicas.generation != self._generation or not can_watch:
-            self._drawing, self._generation = "intercept", self._replicas.generation
+            self._is_compiled = _has_compiled(module)
+            # Interception would be compiled into the code, and is no part of it afterwards.
+            self._learn("watch" if self._is_compiled and can_watch else "intercept")
         probe = None if self._is_probed else _Probe(module)
         return Trial(self, self._drawing, probe, can_watch=can_watch)
+
+    def must_take_turns(self, signature: Any) -> bool:
+        """Whether the shards must run one after the other: torch.compile is not thread-safe.
+
+        Args:
+            signature: what a compiled module would be compiled anew for (shapes, grad mode).
+        """
+        if not self._is_compiled or (signature, self._generation) in self._compiled:
+            return False
+        if len(self._compiled) >= _NUM_SIGNATURES:
+            self._compiled.clear()
+        self._compiled.add((signature, self._generation))
+        return True
 
     def _learn(self, drawing: str) -> None:
         self._drawing, self._generation = drawing, self._replicas.generation
@@ -122,7 +139,7 @@ class Trial:
             self._probe.restore()
 
     def _escalated(self) -> str:
-        if self.drawing == "watch":
+        if self.drawing == "watch" and not self._habits._is_compiled:
             return "intercept"
         warnings.warn(
             "the model draws random numbers by a function that takes no generator of a shard's; "
@@ -132,6 +149,17 @@ class Trial:
             stacklevel=2,
         )
         return "swap"
+
+
+_NUM_SIGNATURES = 1024
+
+
+def _has_compiled(module: nn.Module) -> bool:
+    """Whether a part of the module is compiled: wrapped by torch.compile, or in place."""
+    return any(
+        hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None
+        for child in module.modules()
+    )
 
 
 class _Probe:

@@ -218,7 +218,7 @@ class DataParallel(Wrapper):
         trial = runtime.habits.start(self.module, can_watch=runtime.can_watch)
         try:
             outputs, changes = run_shards(
-                replicas, shards, self._runner(slots, rows, trial), method=method
+                replicas, shards, self._runner(slots, plan, trial), method=method
             )
         except BaseException:
             trial.undo()
@@ -242,13 +242,18 @@ class DataParallel(Wrapper):
         runtime.replicas.mark_moved(changes.parted)
         return output
 
-    def _runner(self, slots: Sequence[Slot], rows: Sequence[int], trial: Trial) -> Runner:
+    def _runner(self, slots: Sequence[Slot], plan: SplitPlan, trial: Trial) -> Runner:
         options, runtime = self._samestep_options, self._samestep_runtime
-        is_serial = is_serial_forced() or trial.drawing == "swap"
+        shapes = tuple(leaf.description for leaf in plan.leaves)
+        is_serial = (
+            runtime.habits.must_take_turns((plan.sizes, shapes, torch.is_grad_enabled()))
+            or is_serial_forced()
+            or trial.drawing == "swap"
+        )
         return make_runner(
             runtime.serial if is_serial else runtime.threads,
             [slot.device for slot in slots],
-            rows,
+            plan.sizes or (0,),
             drawing=trial.drawing,
             together=options.sync and has_batch_norm(self.module),
             draws=trial.draws,

@@ -1,0 +1,132 @@
+"""What users may rely on: a name or an argument that changes here is a decision, not an accident."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+import samestep
+
+NAMES = {
+    "DataParallel",
+    "DrawWarning",
+    "MergeError",
+    "ReplicaError",
+    "Shard",
+    "Slot",
+    "SplitError",
+    "StateWarning",
+    "current_shard",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "register_batch_type",
+    "replicate",
+    "scatter",
+}
+
+SIGNATURES = {
+    "DataParallel": (
+        "module, device_ids=None, output_device=None, dim=0, *, replicas=None, split='chunk', "
+        "in_dims=None, out_dims=None, reduction='mean', buffers='merge', sync_batch_norm=False, "
+        "threads_per_replica=1"
+    ),
+    "DataParallel.forward": "self, *args, **kwargs",
+    "DataParallel.call": "self, method, *args, **kwargs",
+    "DataParallel.explain": "self, *args, **kwargs",
+    "DataParallel.refresh": "self, force=False",
+    "DataParallel.stats": "self",
+    "Shard": "index, num_shards, start, stop, num_rows, device",
+    "Slot": "index, device",
+    "current_shard": "",
+    "data_parallel": (
+        "module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None"
+    ),
+    "gather": "outputs, target_device, dim=0, *, rows=None, out_dims=None, reduction='mean'",
+    "parallel_apply": "modules, inputs, kwargs_tup=None, devices=None",
+    "register_batch_type": "cls, *, split, merge, rows=None",
+}
+
+# Arguments that torch.nn.parallel has, in its order; what we add comes after them, by keyword.
+AS_IN_TORCH = {
+    "DataParallel": (nn.DataParallel, 0),
+    "data_parallel": (nn.parallel.data_parallel, 0),
+    "gather": (nn.parallel.gather, 0),
+    "parallel_apply": (nn.parallel.parallel_apply, 0),
+    "replicate": (nn.parallel.replicate, 0),
+    "scatter": (nn.parallel.scatter, 0),
+}
+
+ATTRIBUTES = {"call", "explain", "num_replicas", "refresh", "slots", "stats"}
+
+
+def find(path):
+    found = samestep
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def write_out(function):
+    """The signature without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [parameter.replace(annotation=parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(plain))[1:-1]
+
+
+def test_these_are_the_public_names():
+    assert set(samestep.__all__) == NAMES
+    assert len(samestep.__all__) == len(NAMES)
+    assert all(hasattr(samestep, name) for name in NAMES)
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_these_are_the_signatures(path):
+    assert write_out(find(path)) == SIGNATURES[path]
+
+
+@pytest.mark.parametrize("name", AS_IN_TORCH)
+def test_the_arguments_of_torchs_own_come_first_and_mean_the_same(name):
+    theirs = list(inspect.signature(AS_IN_TORCH[name][0]).parameters.values())
+    ours = list(inspect.signature(find(name)).parameters.values())
+    assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
+    assert [p.default for p in ours[: len(theirs)]] == [p.default for p in theirs]
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+
+
+def test_these_are_the_wrappers_own_attributes():
+    own = set(dir(samestep.DataParallel)) - set(dir(nn.Module))
+    assert {name for name in own if not name.startswith("_")} == ATTRIBUTES
+
+
+def test_everything_public_is_described():
+    for name in NAMES:
+        assert inspect.getdoc(find(name))
+    for name in ATTRIBUTES:
+        assert inspect.getdoc(getattr(samestep.DataParallel, name))
+
+
+@pytest.mark.parametrize("name", ["MergeError", "ReplicaError", "SplitError"])
+def test_errors_are_value_errors(name):
+    assert issubclass(find(name), ValueError)
+
+
+@pytest.mark.parametrize("name", ["DrawWarning", "StateWarning"])
+def test_warnings_are_user_warnings(name):
+    assert issubclass(find(name), UserWarning)
+
+
+@pytest.mark.slow
+def test_importing_starts_nothing_and_changes_nothing():
+    code = (
+        "import threading, torch\n"
+        "before = threading.active_count(), torch.get_num_threads(), torch.random.default_generator\n"
+        "state = torch.get_rng_state()\n"
+        "import samestep\n"
+        "after = threading.active_count(), torch.get_num_threads(), torch.random.default_generator\n"
+        "assert before == after, (before, after)\n"
+        "assert torch.equal(state, torch.get_rng_state())\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
