@@ -14,11 +14,13 @@ MAX_LINES = 450
 # From the ground up. A module may import our own modules only from layers before its own, so two of
 # one layer know nothing of each other.
 LAYERS = [
-    ("ground", "errors tree devices trace"),
+    ("ground", "errors adapters devices snapshot trace"),
+    ("what a container is", "tree"),
     ("what cutting and joining share", "rows dims"),
-    ("one idea each", "plan join reduce rng context workers group follow wrapper comm"),
+    ("one idea each", "plan join reduce rng context workers group follow links wrapper comm"),
     ("ideas made of these", "split merge norm alias"),
-    ("the module as a slot sees it", "replicas"),
+    ("the module as a slot sees it", "replica"),
+    ("all of its replicas", "replicas"),
     ("what a call leaves behind in the module", "state"),
     ("what calls so far have taught about the module", "habits"),
     ("runs the shards", "engine"),

@@ -1,4 +1,4 @@
-"""What users may rely on: a name or an argument that changes here is a decision, not an accident."""
+"""What users may rely on: a change of a name or an argument is a decision, not an accident."""
 
 import inspect
 import subprocess
@@ -120,13 +120,13 @@ def test_warnings_are_user_warnings(name):
 
 @pytest.mark.slow
 def test_importing_starts_nothing_and_changes_nothing():
-    code = (
-        "import threading, torch\n"
-        "before = threading.active_count(), torch.get_num_threads(), torch.random.default_generator\n"
-        "state = torch.get_rng_state()\n"
-        "import samestep\n"
-        "after = threading.active_count(), torch.get_num_threads(), torch.random.default_generator\n"
-        "assert before == after, (before, after)\n"
-        "assert torch.equal(state, torch.get_rng_state())\n"
-    )
+    code = """if True:
+        import threading, torch
+        def look():
+            return threading.active_count(), torch.get_num_threads(), torch.random.default_generator
+        before, state = look(), torch.get_rng_state()
+        import samestep
+        assert before == look(), (before, look())
+        assert torch.equal(state, torch.get_rng_state())
+    """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)

@@ -8,7 +8,8 @@ from torch import nn
 
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
-from samestep.replicas import ReplicaSet, find_replica, has_lazy, home_device, replicas_of
+from samestep.replica import find_replica, has_lazy, home_device, replicas_of
+from samestep.replicas import ReplicaSet
 
 CPU = torch.device("cpu")
 SLOTS = [Slot(k, CPU) for k in range(3)]

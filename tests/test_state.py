@@ -258,6 +258,30 @@ def test_state_inside_helper_objects_comes_back():
     assert torch.equal(module.meter.rows, X)
 
 
+def test_a_stored_hidden_state_is_used_by_the_next_call():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.GRUCell(2, 4)
+            self.state = None
+
+        def forward(self, x):
+            self.state = self.cell(x, self.state)
+            return self.state
+
+    plain = Recurrent()
+    model = DataParallel(Recurrent(), replicas=3)
+    model.load_state_dict(plain.state_dict())
+    for _ in range(4):
+        torch.testing.assert_close(model(X), plain(X))
+    torch.testing.assert_close(model.state, plain.state)
+    found = []
+    for one in (plain, model):
+        one.state.sum().backward()  # through all four calls
+        found.append([p.grad for p in one.parameters()])
+    assert_alike(*found, atol=1e-5)  # float32
+
+
 # --------------------------------------------------------------------------------------------------
 # Forwards that initialise themselves
 # --------------------------------------------------------------------------------------------------

@@ -209,6 +209,34 @@ class Spread(nn.Module):
         return rows.std()
 
 
+def measure_pieces() -> float:
+    """The share of a linear layer's outputs that change in a bit when its rows come in pieces."""
+    torch.manual_seed(4)
+    layer, rows = nn.Linear(64, 64), torch.randn(ROWS, 64)
+    pieces = torch.cat([layer(piece) for piece in rows.chunk(8)])
+    return (pieces != layer(rows)).double().mean().item()
+
+
+def measure_bfloat16(num_replicas: int) -> dict[str, float]:
+    """Gradients of the mlp under bfloat16 autocast, and the same from the rows in reverse."""
+    model = make_model("mlp", torch.float32)
+    rows, targets = make_batches("mlp", torch.float32, 1)[0]
+
+    def differentiate(module: nn.Module, flip: bool = False) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(rows.flip(0)).flip(0) if flip else module(rows)
+        return list(
+            torch.autograd.grad(F.cross_entropy(output.float(), targets), list(model.parameters()))
+        )
+
+    plain = differentiate(model)
+    wrapped = differentiate(DataParallel(model, replicas=num_replicas))
+    return {
+        "wrapped": deviate(wrapped, plain),
+        "plain, rows reversed": deviate(differentiate(model, flip=True), plain),
+    }
+
+
 def measure_differences(num_replicas: int) -> dict[str, float]:
     """What a shard sees of its own rows only, in float64: none of it is rounding."""
     torch.manual_seed(3)
@@ -287,6 +315,9 @@ def format_tables(results: dict[str, Any]) -> list[str]:
     for name, value in results["differences"].items():
         if name != "replicas":
             lines.append(f"| {name} | {show(value)} |")
+    lines += ["", "| gradients of the mlp under bfloat16 autocast, 4 replicas | deviation |"]
+    lines.append("| --- | --- |")
+    lines += [f"| {name} | {show(value)} |" for name, value in results["bfloat16"].items()]
     return lines
 
 
@@ -329,6 +360,8 @@ def main() -> None:
         },
         "cases": cases,
         "differences": {"replicas": 4, **measure_differences(4)},
+        "bfloat16": measure_bfloat16(4),
+        "changed by pieces": measure_pieces(),
     }
     flags = [
         sample[key]
@@ -338,7 +371,9 @@ def main() -> None:
         for key in ("same bits again", "same bits in one thread")
     ]
     print("\n".join(format_tables(results)))
-    print(f"\nsame bits again, and one shard after another: {sum(flags)} of {len(flags)} runs")
+    share = results["changed by pieces"]
+    print(f"\nof a linear layer's outputs, {share:.1%} change when {ROWS} rows come in 8 pieces")
+    print(f"same bits again, and one shard after another: {sum(flags)} of {len(flags)} runs")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

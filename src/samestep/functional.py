@@ -24,7 +24,8 @@ from samestep.devices import Device, Slot, plan_slots, resolve_device
 from samestep.engine import Engine, ThreadEngine
 from samestep.merge import merge
 from samestep.reduce import tree_sum
-from samestep.replicas import ReplicaSet, find_replica, home_device
+from samestep.replica import find_replica, home_device
+from samestep.replicas import ReplicaSet
 from samestep.rng import Draws, Stream
 from samestep.split import SplitPlan, cut, plan_split
 from samestep.state import StateWriter

@@ -59,6 +59,13 @@ class Link:
         """Whether the source may hold other values than the copy. Unknown versions count so."""
         return self.is_suspect or self.seen != self._versions() or -1 in self.seen
 
+    def set_clocks(self, source: Tensor, copy: Tensor) -> None:
+        """Let these tensors' versions stand for the two tensors' own as well."""
+        if self.clocks is None or self.clocks[0] is not source or self.clocks[1] is not copy:
+            was_stale = self.is_stale()
+            self.clocks = (source, copy)
+            self.seen = (-1, -1) if was_stale else self._versions()
+
     def mark_equal(self) -> None:
         """Source and copy hold the same values now."""
         self.seen = self._versions()

@@ -36,7 +36,8 @@ from samestep.functional import (
 from samestep.habits import Habits, Trial, Verdict
 from samestep.merge import check_out_dims
 from samestep.norm import has_batch_norm, install
-from samestep.replicas import Replica, ReplicaSet, ReplicaStats, has_lazy, home_device, replicas_of
+from samestep.replica import Replica, has_lazy, home_device, replicas_of
+from samestep.replicas import ReplicaSet, ReplicaStats
 from samestep.split import SplitPlan, check_in_dims, explain_plan, plan_sizes, plan_split
 from samestep.state import StateWriter, check_buffers
 from samestep.step import run_shards

@@ -145,7 +145,12 @@ def plan_sizes(
 
 
 def _weighted_sizes(num_rows: int, num_slots: int, split: Sequence[float]) -> tuple[int, ...]:
-    weights = [float(weight) for weight in split]
+    try:
+        weights = [float(weight) for weight in split]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"split must be 'chunk', 'balanced' or one weight per slot, got {split!r}"
+        ) from None
     if len(weights) != num_slots:
         raise ValueError(
             f"split must have one weight per slot (weights: {len(weights)}, slots: {num_slots})"

@@ -34,7 +34,7 @@ from samestep.errors import MergeError, StateWarning
 from samestep.links import Link
 from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
-from samestep.replicas import Replica
+from samestep.replica import Replica
 from samestep.snapshot import set_entry
 from samestep.tree import iter_leaves
 

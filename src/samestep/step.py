@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from samestep.errors import MergeError
 from samestep.reduce import tree_sum
-from samestep.replicas import Replica
+from samestep.replica import Replica
 from samestep.state import Changes, collect
 from samestep.stitch import Runner, ShardGraphs, make_edge, stitch
 from samestep.tree import map_leaves

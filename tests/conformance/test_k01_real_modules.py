@@ -187,3 +187,18 @@ def test_functional_call_in_forward_takes_the_replicas_own_parameters():
             return torch.func.functional_call(self.net, doubled, (x,))
 
     check_same(Functional(), rows(7, 3))
+
+
+@beyond("K01")
+def test_a_class_exchanged_between_calls_is_seen():
+    class Doubling(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    module = nn.Sequential(nn.Linear(3, 2).double())
+    model = DataParallel(module, replicas=3)
+    x = rows(7, 3)
+    model(x)
+    before = model(x)
+    module[0].__class__ = Doubling
+    torch.testing.assert_close(model(x), 2 * before)

@@ -275,3 +275,38 @@ def test_rows_may_be_counted_on_another_dim(dim):
             return self.fc(x)
 
     check_same(Time(), rows(4, 7, 3, grad=True), options={"dim": dim})
+
+
+@beyond("K04")
+def test_the_same_tensor_twice_is_one_object_in_forward():
+    def use(query, key, more):
+        assert query is key
+        assert more["value"] is key
+        return query * key
+
+    x = rows(7, 3)
+    check_same(Checked(use), x, x, {"value": x})
+    leaf = rows(7, 3, grad=True)
+    module = Checked(use)
+    gradients = []
+    for net in (DataParallel(module, replicas=3), module):
+        net(leaf, leaf, {"value": leaf}).sum().backward()
+        gradients.append(leaf.grad)
+        leaf.grad = None
+    torch.testing.assert_close(*gradients)
+
+
+@beyond("K04")
+def test_what_a_loader_makes_of_samples_is_cut_by_samples():
+    samples = [
+        {"x": torch.randn(3, dtype=torch.float64), "y": i, "name": f"row {i}", "pair": (i, f"a{i}")}
+        for i in range(7)
+    ]
+    (batch,) = torch.utils.data.DataLoader(samples, batch_size=7)
+
+    class Echo(nn.Module):
+        def forward(self, batch):
+            assert len(batch["name"]) == len(batch["pair"][1]) == len(batch["x"])
+            return batch
+
+    check_same(Echo(), batch)

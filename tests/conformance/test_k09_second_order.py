@@ -4,6 +4,7 @@ import torch
 from compare import assert_same_state, rows, twin
 from reports import beyond, report
 from torch import nn
+from torch.autograd import forward_ad
 
 from samestep import DataParallel
 
@@ -98,3 +99,30 @@ def test_gradcheck_of_first_and_second_order():
     x = rows(3, 3, grad=True)
     assert torch.autograd.gradcheck(model, (x,), fast_mode=True)
     assert torch.autograd.gradgradcheck(model, (x,), fast_mode=True)
+
+
+@beyond("K09")
+def test_forward_mode_derivatives():
+    module = make_critic()
+    model = DataParallel(module, replicas=3)
+    x, direction = rows(7, 3), rows(7, 3)
+    tangents = []
+    for net in (model, module):
+        with forward_ad.dual_level():
+            output = net(forward_ad.make_dual(x, direction))
+            tangents.append(forward_ad.unpack_dual(output).tangent)
+        tangents.append(torch.func.jvp(net, (x,), (direction,))[1])
+    for tangent in tangents:
+        torch.testing.assert_close(tangent, tangents[-1])
+
+
+@beyond("K09")
+def test_jacobians_by_every_road():
+    module = make_critic()
+    model = DataParallel(module, replicas=3)
+    x = rows(4, 3)
+    expected = torch.func.jacrev(module)(x)
+    torch.testing.assert_close(torch.func.jacrev(model)(x), expected)
+    for is_vectorized in (False, True):
+        found = torch.autograd.functional.jacobian(model, x, vectorize=is_vectorized)
+        torch.testing.assert_close(found, expected)

@@ -315,3 +315,30 @@ def test_quantised_linear_layers_and_fake_quantisation_run():
     net = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 2)).eval())
     x = torch.randn(7, 3)
     assert DataParallel(net, replicas=3)(x).shape == net(x).shape
+
+
+@beyond("K16")
+def test_fx_graph_modules_and_exported_programs():
+    net = make_net()
+    traced = torch.fx.symbolic_trace(net)
+    x = rows(7, 3)
+    output = DataParallel(traced, replicas=3)(x)
+    torch.testing.assert_close(output, net(x))
+    output.sum().backward()
+    assert net[0].weight.grad is not None
+    rows_of = torch.export.Dim("rows")
+    program = torch.export.export(net, (rows(4, 3),), dynamic_shapes=({0: rows_of},))
+    torch.testing.assert_close(DataParallel(program.module(), replicas=3)(x), net(x))
+
+
+@beyond("K16")
+def test_the_wrapper_can_be_traced_and_exported():
+    net = make_net()
+    model = DataParallel(net, replicas=3)
+    x = rows(7, 3)
+    model(x)
+    traced = torch.jit.trace(model, x)
+    assert traced(rows(4, 3)).shape == (4, 2)
+    torch.testing.assert_close(traced(x), net(x))
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), net(x))

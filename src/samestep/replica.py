@@ -1,0 +1,211 @@
+"""A replica: the module as one slot sees it.
+
+What it holds: :class:`Replica`, one slot's copy of the module tree, and the questions that are
+asked of modules before they are replicated. Why: ``torch.nn.parallel.replicate`` gives modules
+without parameters.
+
+How a tensor of the source module appears in a replica:
+
+=========================  ===================================================================
+parameter, or any tensor   an alias: a leaf of its own over the source's memory (no bytes), so that
+that requires grad         each shard's graph ends in its replica; on another device a copy
+any other tensor           a private copy: a forward may write it, and shards must not race
+(buffers above all)
+=========================  ===================================================================
+
+Guarantees: a replica is a real module of the source's class, and whatever points into the source
+points into the replica.
+Must not: decide when a replica is out of date (the set of them does).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from samestep.devices import Slot
+from samestep.errors import ReplicaError
+from samestep.follow import Follower
+from samestep.links import Link, Rows, as_leaf, copy_to
+from samestep.norm import NormRecord
+from samestep.snapshot import Snapshot
+
+__all__ = ["Replica", "find_replica", "has_lazy", "home_device", "replicas_of"]
+
+
+class Replica:
+    """One slot's copy of the source module.
+
+    Args:
+        source: the module to replicate.
+        slot: whose replica this is.
+        share: False: hold copies even of parameters on the same device (as on another device).
+
+    Attributes:
+        module: the copy, a real module of the same class.
+        links: by id of the source tensor.
+        rows: by id of the source tensor, which of its rows are this replica's; others it holds
+            whole.
+        norms: what its BatchNorm modules saw in the last forward.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module,
+        slot: Slot,
+        *,
+        share: bool = True,
+        written: Container[int] = (),
+        rows: Mapping[int, Rows] = MappingProxyType({}),
+        lock: threading.RLock | None = None,
+    ) -> None:
+        self.slot = slot
+        self.lock = lock or threading.RLock()
+        self.norms: list[NormRecord] = []
+        self.links: dict[int, Link] = {}
+        self._share = share
+        self._written = written
+        self.rows = rows
+        self._by_copy: dict[int, Link] = {}
+        self._targets: dict[int, Any] = {}
+        self._home = home_device(source)
+        self.follower = Follower(source, self._link, devices={self._home: slot.device})
+        for link in self.links.values():
+            if isinstance(link.source, nn.Parameter):
+                # What the user put on a parameter belongs to the replica's parameter too.
+                self.follower.add_cell(link.source.__dict__, link.copy.__dict__, link.path)
+        self._targets = {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
+        self.snapshot = Snapshot([target for _, target in self.follower.cells])
+        self.set_clocks()
+        _registry[self.module] = weakref.ref(self)
+
+    @property
+    def module(self) -> nn.Module:
+        """The replica itself."""
+        return self.follower.root
+
+    def original(self, value: Any) -> Any:
+        """Return the source's object that ``value`` is this replica's copy of, or ``value``."""
+        if isinstance(value, weakref.ref):
+            found = self.original(value())
+            return value if found is value() else weakref.ref(found)
+        if isinstance(value, torch.device):
+            return self._home if value == self.slot.device else value
+        link = self._by_copy.get(id(value))
+        return self.follower.original(value) if link is None else link.source
+
+    def target(self, cell: Any) -> Any:
+        """Return this replica's copy of a source cell; None if it has none."""
+        index = self._targets.get(id(cell))
+        return None if index is None else self.follower.cells[index][1]
+
+    def update(self, cells: Iterable[Any]) -> int:
+        """Bring the copies of these source cells up to date; returns how many there were."""
+        indices = [self._targets[id(cell)] for cell in cells if id(cell) in self._targets]
+        for index in indices:
+            self.follower.update(index)
+        return len(indices)
+
+    def prune(self, live: set[int]) -> None:
+        """Forget the tensors that the source no longer holds."""
+        live = live | {id(tensor) for tensor in self.follower.loose}
+        for key in [key for key in self.links if key not in live]:
+            self._by_copy.pop(id(self.links.pop(key).copy), None)
+
+    def set_clocks(self) -> None:
+        """See [Note: batch_norm has no version]. Needed again when tensors were exchanged."""
+        for module, _ in self.follower.modules:
+            buffers = dict(module.named_buffers(recurse=False))
+            counter = self.links.get(id(buffers.get("num_batches_tracked")))
+            for name in _UNVERSIONED & buffers.keys():
+                link = self.links[id(buffers[name])]
+                if counter is None:
+                    link.is_suspect = True
+                else:
+                    link.set_clocks(counter.source, counter.copy)
+
+    def attach(self) -> None:
+        """Let the module keep this record alive: for replicas that no set will keep."""
+        self.module.__dict__["_samestep_replica"] = self
+        self.snapshot.take()
+
+    def relink(self, source: Tensor) -> None:
+        """Drop the copy of ``source``; the next update makes a new one."""
+        link = self.links.pop(id(source), None)
+        if link is not None:
+            self._by_copy.pop(id(link.copy), None)
+
+    def _link(self, source: Tensor, path: str) -> Tensor:
+        found = self.links.get(id(source))
+        if found is not None:
+            return found.copy
+        is_suspect, rows = id(source) in self._written, self.rows.get(id(source))
+        is_parameter = isinstance(source, nn.Parameter) or source.requires_grad
+        is_private = is_suspect or rows is not None or not is_parameter
+        is_alias = self._share and not is_private and source.device == self.slot.device
+        with torch.inference_mode(False), torch.no_grad():
+            data = source.detach()
+            if rows is not None:
+                data = data.narrow(*rows)
+            if not is_alias:
+                data = copy_to(data, self.slot.device)
+            copy = as_leaf(data, source)
+        tags = self.target(getattr(source, "__dict__", None))
+        if tags is not None:
+            copy.__dict__ = tags  # a parameter that was linked before keeps what hangs on it
+        link = Link(source, copy, path, is_alias, is_private, is_suspect, rows)
+        link.mark_equal()
+        self.links[id(source)] = self._by_copy[id(copy)] = link
+        return copy
+
+
+def find_replica(module: nn.Module) -> Replica | None:
+    """Return the record of a replica that is in use; None for any other module."""
+    found = _registry.get(module)
+    return None if found is None else found()
+
+
+def replicas_of(modules: Sequence[nn.Module]) -> list[Replica]:
+    """Return the records of modules that are replicas in use."""
+    found = [find_replica(module) for module in modules]
+    return [replica for replica in found if replica is not None]
+
+
+def home_device(module: nn.Module) -> torch.device:
+    """Return the one device on which the module's parameters and buffers lie; the CPU if none.
+
+    Raises:
+        ReplicaError: they lie on several devices.
+    """
+    found: dict[torch.device, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        found.setdefault(tensor.device, name)
+        if len(found) > 1:
+            (first, one), (second, other) = found.items()
+            raise ReplicaError(
+                f"the module lies on several devices ({one!r} on {first}, {other!r} on {second}); "
+                f"a replica needs one. Move it to one device, or leave it unwrapped: it is "
+                f"spread already"
+            )
+    return next(iter(found), torch.device("cpu"))
+
+
+def has_lazy(module: nn.Module) -> bool:
+    """Whether a parameter or buffer has no shape yet (``nn.Lazy...``)."""
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+_UNVERSIONED = {"running_mean", "running_var"}
+# Weak on both sides: a replica belongs to its set.
+_registry: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
