@@ -322,7 +322,6 @@ class Watched(nn.Module):
 def watched(monkeypatch):
     """The model; the garbage collector is off, so that only reference counts free anything."""
     monkeypatch.setattr(Watched, "seen", [])
-    gc.collect()
     gc.disable()
     yield use_workers(DataParallel(Watched(), replicas=3), 3)
     gc.enable()
@@ -394,7 +393,6 @@ def test_a_failed_backward_keeps_no_activation(watched):
 
 
 def test_a_dropped_wrapper_is_freed():
-    gc.collect()
     gc.disable()
     try:
         model = DataParallel(nn.Linear(3, 2), replicas=3)

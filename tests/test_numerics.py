@@ -56,7 +56,9 @@ def test_results_say_where_they_were_measured():
     found = sorted((FOLDER / "results").glob("*.json"))
     assert found
     for path in found:
-        assert {"torch", "python", "machine", "rows"} <= set(json.loads(path.read_text())["environment"])
+        assert {"torch", "python", "machine", "rows"} <= set(
+            json.loads(path.read_text())["environment"]
+        )
 
 
 def test_every_repeated_run_had_the_same_bits():

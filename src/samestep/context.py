@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -196,6 +197,7 @@ class CallerContext:
 # ---------------------------------------------------------------------------
 
 
+@functools.cache
 def _device_types() -> list[str]:
     if not torch.accelerator.is_available():
         return ["cpu"]

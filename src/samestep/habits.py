@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import enum
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import DrawWarning
+from samestep.errors import DrawWarning, StateWarning
 from samestep.replicas import ReplicaSet
 from samestep.rng import Draws, Watch
 from samestep.state import Changes
@@ -53,7 +54,7 @@ class Habits:
 
     def __init__(self, replicas: ReplicaSet) -> None:
         self._replicas = replicas
-        self._is_probed = False
+        self._probed_modes: set[bool] = set()
         self._drawing = "intercept"
         self._generation = -1
         self._is_compiled = False
@@ -70,8 +71,8 @@ class Habits:
             self._is_compiled = _has_compiled(module)
             # Interception would be compiled into the code, and is no part of it afterwards.
             self._learn("watch" if self._is_compiled and can_watch else "intercept")
-        probe = None if self._is_probed else _Probe(module)
-        return Trial(self, self._drawing, probe, can_watch=can_watch)
+        probe = None if module.training in self._probed_modes else _Probe(module)
+        return Trial(self, self._drawing, probe, module.training, can_watch=can_watch)
 
     def must_take_turns(self, signature: Any) -> bool:
         """Whether the shards must run one after the other: torch.compile is not thread-safe.
@@ -89,8 +90,8 @@ class Habits:
     def _learn(self, drawing: str) -> None:
         self._drawing, self._generation = drawing, self._replicas.generation
 
-    def _probed(self, written: list[nn.Parameter]) -> None:
-        self._is_probed = True
+    def _probed(self, written: Sequence[Tensor], mode: bool) -> None:
+        self._probed_modes.add(mode)
         if written:
             self._replicas.make_private(written)
 
@@ -104,10 +105,11 @@ class Trial:
     """
 
     def __init__(
-        self, habits: Habits, drawing: str, probe: _Probe | None, *, can_watch: bool
+        self, habits: Habits, drawing: str, probe: _Probe | None, mode: bool, *, can_watch: bool
     ) -> None:
         self._habits = habits
         self._probe = probe
+        self._mode = mode
         self._can_watch = can_watch
         self._watch = Watch()
         self.drawing: Any = drawing
@@ -120,16 +122,32 @@ class Trial:
         if written or changes.is_structural or (is_first and changes.is_flagged):
             # It initialises itself from the batch it sees, or adds a part that all shards share.
             self.undo()
-            self._habits._probed(written)
+            self._habits._probed(written, self._mode)
             return Verdict.WHOLE
         if self._can_watch and self._watch.has_moved(self.draws) and self.drawing != "swap":
             self.undo()
             self._habits._learn(self._escalated())
             return Verdict.AGAIN
-        self._habits._probed([])
+        self._habits._probed(self._find_raced(changes), self._mode)
         if self._can_watch and self.drawing == "intercept" and not self.draws.is_used:
             self._habits._learn("watch")
         return Verdict.STANDS
+
+    def _find_raced(self, changes: Changes) -> list[Tensor]:
+        """Parameters that this forward began to write in a later call than the watched one."""
+        raced = {id(link.source): link for link in changes.raced}
+        if raced:
+            names = ", ".join(
+                sorted(link.path.replace("._parameters", "").lstrip(".") for link in raced.values())
+            )
+            warnings.warn(
+                f"forward wrote parameters in place ({names}) for the first time, in memory that "
+                f"all shards share: in this call each shard wrote them. From now on each has a "
+                f"copy of its own, merged like a buffer",
+                StateWarning,
+                stacklevel=2,
+            )
+        return [link.source for link in raced.values()]
 
     def undo(self) -> None:
         """Leave no trace in the parameters and the default generator."""

@@ -20,7 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Carried", "Link", "Rows", "as_leaf", "copy_all", "copy_to", "num_bytes", "take_stamp"]
+__all__ = [
+    "Carried",
+    "Link",
+    "Rows",
+    "as_leaf",
+    "copy_all",
+    "copy_to",
+    "get_address",
+    "get_version",
+    "num_bytes",
+    "take_stamp",
+]
 
 
 # (dim, first row, number of rows), as ``Tensor.narrow`` takes them
@@ -45,7 +56,7 @@ class Link:
     def was_written(self) -> bool:
         """Whether the copy was written in place since the call began."""
         if self.is_alias:  # only ``parameter.data = ...`` parts an alias from its source
-            return _address(self.copy) != _address(self.source)
+            return get_address(self.copy) != get_address(self.source)
         if self.is_suspect:
             return not torch.equal(self.copy, self.source)
         return self._versions()[1] != self.seen[1]
@@ -72,9 +83,9 @@ class Link:
 
     def _versions(self) -> tuple[int, int]:
         if self.clocks is None:
-            return _version(self.source), _version(self.copy)
+            return get_version(self.source), get_version(self.copy)
         source, copy = self.clocks
-        return _version(self.source, source), _version(self.copy, copy)
+        return get_version(self.source, source), get_version(self.copy, copy)
 
 
 class Carried:
@@ -144,7 +155,7 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 def take_stamp(tensor: Tensor) -> tuple[Any, bool]:
     """What changes when the tensor's memory is exchanged, and ``requires_grad``."""
     if tensor.layout != torch.strided or tensor.is_nested:
-        return (_address(tensor), _version(tensor)), tensor.requires_grad
+        return (get_address(tensor), get_version(tensor)), tensor.requires_grad
     return (tensor.data_ptr(), tensor.shape), tensor.requires_grad
 
 
@@ -153,21 +164,16 @@ def num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# ---------------------------------------------------------------------------
-# Helpers
-# ---------------------------------------------------------------------------
-
-
-def _version(*tensors: Tensor) -> int:
-    """The in-place version (of several tensors: the sum goes up with each); -1 if torch keeps
-    none."""
+def get_version(*tensors: Tensor) -> int:
+    """Return the in-place version (of several tensors: the sum goes up with each); -1 if torch
+    keeps none."""
     if any(tensor.is_inference() for tensor in tensors):
         return -1
     return sum(tensor._version for tensor in tensors)
 
 
-def _address(tensor: Tensor) -> int:
-    """Where the values lie; 0 for layouts without one place."""
+def get_address(tensor: Tensor) -> int:
+    """Return where the values lie; 0 for layouts without one place."""
     if tensor.layout == torch.sparse_coo:
         return tensor._values().data_ptr()
     return tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_nested else 0

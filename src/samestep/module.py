@@ -36,7 +36,7 @@ from samestep.functional import (
 from samestep.habits import Habits, Trial, Verdict
 from samestep.merge import check_out_dims
 from samestep.norm import has_batch_norm, install
-from samestep.replica import Replica, has_lazy, home_device, replicas_of
+from samestep.replica import LazyError, Replica, home_device, replicas_of
 from samestep.replicas import ReplicaSet, ReplicaStats
 from samestep.split import SplitPlan, check_in_dims, explain_plan, plan_sizes, plan_split
 from samestep.state import StateWriter, check_buffers
@@ -195,12 +195,13 @@ class DataParallel(Wrapper):
         options, runtime = self._samestep_options, self._samestep_runtime
         with runtime.lock:
             plan = self._plan(method, args, kwargs)
-            is_whole = plan.num_shards == 1 and options.slots[0].device == home_device(self.module)
-            if is_whole or has_lazy(self.module):
-                # One shard, or parameters that get their shape from the first batch.
+            if plan.num_shards == 1 and options.slots[0].device == home_device(self.module):
                 return self._call_source(method, args, kwargs)
             try:
                 return self._step(plan, method, args, kwargs)
+            except LazyError:
+                # The first batch gives the parameters their shape; nothing has run yet.
+                return self._call_source(method, args, kwargs)
             except BaseException as error:
                 runtime.replicas.recover()  # what the forwards wrote is not the source's
                 joined = _join_single_rows(plan, error)
@@ -219,7 +220,7 @@ class DataParallel(Wrapper):
         trial = runtime.habits.start(self.module, can_watch=runtime.can_watch)
         try:
             outputs, changes = run_shards(
-                replicas, shards, self._runner(slots, plan, trial), method=method
+                replicas, shards, self._runner(slots, plan, trial, replicas[0].home), method=method
             )
         except BaseException:
             trial.undo()
@@ -243,11 +244,12 @@ class DataParallel(Wrapper):
         runtime.replicas.mark_moved(changes.parted)
         return output
 
-    def _runner(self, slots: Sequence[Slot], plan: SplitPlan, trial: Trial) -> Runner:
+    def _runner(
+        self, slots: Sequence[Slot], plan: SplitPlan, trial: Trial, home: torch.device
+    ) -> Runner:
         options, runtime = self._samestep_options, self._samestep_runtime
-        shapes = tuple(leaf.description for leaf in plan.leaves)
         is_serial = (
-            runtime.habits.must_take_turns((plan.sizes, shapes, torch.is_grad_enabled()))
+            runtime.habits.must_take_turns((plan, torch.is_grad_enabled()))
             or is_serial_forced()
             or trial.drawing == "swap"
         )
@@ -258,7 +260,7 @@ class DataParallel(Wrapper):
             drawing=trial.drawing,
             together=options.sync and has_batch_norm(self.module),
             draws=trial.draws,
-            home=home_device(self.module),
+            home=home,
             lock=runtime.replicas.lock,
         )
 

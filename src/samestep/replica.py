@@ -33,11 +33,15 @@ from torch.nn.parameter import is_lazy
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.follow import Follower
-from samestep.links import Link, Rows, as_leaf, copy_to
+from samestep.links import Link, Rows, as_leaf, copy_to, get_address
 from samestep.norm import NormRecord
 from samestep.snapshot import Snapshot
 
-__all__ = ["Replica", "find_replica", "has_lazy", "home_device", "replicas_of"]
+__all__ = ["LazyError", "Replica", "find_replica", "home_device", "replicas_of"]
+
+
+class LazyError(ReplicaError):
+    """A parameter gets its shape from the first batch, so there is nothing to replicate yet."""
 
 
 class Replica:
@@ -75,15 +79,15 @@ class Replica:
         self.rows = rows
         self._by_copy: dict[int, Link] = {}
         self._targets: dict[int, Any] = {}
-        self._home = home_device(source)
-        self.follower = Follower(source, self._link, devices={self._home: slot.device})
+        self.home = home_device(source)
+        self.follower = Follower(source, self._link, devices={self.home: slot.device})
         for link in self.links.values():
             if isinstance(link.source, nn.Parameter):
                 # What the user put on a parameter belongs to the replica's parameter too.
                 self.follower.add_cell(link.source.__dict__, link.copy.__dict__, link.path)
         self._targets = {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
         self.snapshot = Snapshot([target for _, target in self.follower.cells])
-        self.set_clocks()
+        self.index()
         _registry[self.module] = weakref.ref(self)
 
     @property
@@ -97,7 +101,7 @@ class Replica:
             found = self.original(value())
             return value if found is value() else weakref.ref(found)
         if isinstance(value, torch.device):
-            return self._home if value == self.slot.device else value
+            return self.home if value == self.slot.device else value
         link = self._by_copy.get(id(value))
         return self.follower.original(value) if link is None else link.source
 
@@ -119,8 +123,47 @@ class Replica:
         for key in [key for key in self.links if key not in live]:
             self._by_copy.pop(id(self.links.pop(key).copy), None)
 
-    def set_clocks(self) -> None:
-        """See [Note: batch_norm has no version]. Needed again when tensors were exchanged."""
+    def index(self) -> None:
+        """Sort the links by what must be asked of them at every call. Again when tensors
+        changed."""
+        self._set_clocks()
+        self.aliases = [link for link in self.links.values() if link.is_alias]
+        self.copies = [link for link in self.links.values() if not link.is_alias]
+        self._alias_tensors = [link.copy for link in self.aliases]
+        self._addresses = list(map(get_address, self._alias_tensors))
+        # Inference tensors have no versions; then nothing can be said about them.
+        self._counted = [link for link in self.aliases if not link.copy.is_inference()]
+        self._versions = [link.copy._version for link in self._counted]
+
+    def begin(self) -> None:
+        """A forward is about to run."""
+        for record in self.norms:
+            record.calls.clear()
+        self._versions = [link.copy._version for link in self._counted]
+
+    def find_written(self) -> list[Link]:
+        """Links whose copy the forward wrote, or gave other memory (``parameter.data = ...``)."""
+        written = [link for link in self.copies if link.was_written]
+        if list(map(get_address, self._alias_tensors)) != self._addresses:
+            written += [link for link in self.aliases if link.was_written]
+        return written
+
+    def find_raced(self) -> list[Link]:
+        """Aliases that the forward wrote in place: memory that all shards share."""
+        now = [link.copy._version for link in self._counted]
+        if now == self._versions:
+            return []
+        pairs = zip(self._counted, self._versions, now, strict=True)
+        return [link for link, before, after in pairs if before != after]
+
+    def has_gradients(self) -> bool:
+        """Whether the forward called ``backward()`` itself."""
+        return any(tensor.grad is not None for tensor in self._alias_tensors) or any(
+            link.copy.grad is not None for link in self.copies if link.copy.requires_grad
+        )
+
+    def _set_clocks(self) -> None:
+        """See [Note: batch_norm has no version]."""
         for module, _ in self.follower.modules:
             buffers = dict(module.named_buffers(recurse=False))
             counter = self.links.get(id(buffers.get("num_batches_tracked")))
@@ -146,6 +189,8 @@ class Replica:
         found = self.links.get(id(source))
         if found is not None:
             return found.copy
+        if is_lazy(source):
+            raise LazyError(f"{path.lstrip('.')!r} has no shape yet")
         is_suspect, rows = id(source) in self._written, self.rows.get(id(source))
         is_parameter = isinstance(source, nn.Parameter) or source.requires_grad
         is_private = is_suspect or rows is not None or not is_parameter
@@ -195,11 +240,6 @@ def home_device(module: nn.Module) -> torch.device:
                 f"spread already"
             )
     return next(iter(found), torch.device("cpu"))
-
-
-def has_lazy(module: nn.Module) -> bool:
-    """Whether a parameter or buffer has no shape yet (``nn.Lazy...``)."""
-    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 # ---------------------------------------------------------------------------

@@ -107,8 +107,7 @@ class ReplicaSet:
         for replica in self._replicas.values():
             cells = replica.follower.cells
             self.mark_dirty([cells[index][0] for index in replica.snapshot.changed()])
-            links = replica.links.values()
-            self.mark_moved([link.source for link in links if link.is_alias and link.was_written])
+            self.mark_moved([link.source for link in replica.aliases if link.was_written])
 
     def make_private(self, tensors: Sequence[Tensor]) -> None:
         """Forwards write these tensors: let each replica have a copy of its own from now on."""
@@ -216,7 +215,7 @@ class ReplicaSet:
             self._counts[1] += replica.update(cells)
             self._prepare(replica)
             replica.prune(live)
-            replica.set_clocks()
+            replica.index()
             replica.snapshot.take()
         self._listed = False
 
@@ -266,11 +265,7 @@ class ReplicaSet:
     def _renew(self, replica: Replica, force: bool) -> None:
         """Copy what is held as a copy and is out of date: in the source, or written by a
         forward."""
-        stale = [
-            link
-            for link in replica.links.values()
-            if not link.is_alias and (force or link.is_stale())
-        ]
+        stale = [link for link in replica.copies if force or link.is_stale()]
         if not stale:
             return
         with torch.no_grad():

@@ -72,6 +72,7 @@ class Changes:
     cells: list[Any]
     is_structural: bool
     is_flagged: bool
+    raced: list[Link]
 
     @property
     def parted(self) -> list[Tensor]:
@@ -93,13 +94,8 @@ class Changes:
 
 def collect(replicas: Sequence[Replica]) -> Changes:
     """See what the forwards changed in their replicas, one per shard."""
-    written: dict[int, list[Link]] = {}
-    for replica in replicas:
-        for key, link in replica.links.items():
-            if link.was_written:
-                written[key] = []
-    for key, links in written.items():
-        links.extend(replica.links[key] for replica in replicas)
+    keys_written = {id(link.source) for replica in replicas for link in replica.find_written()}
+    written = [[replica.links[key] for replica in replicas] for key in keys_written]
     changed = [
         [] if replica.snapshot.is_current() else replica.snapshot.changed() for replica in replicas
     ]
@@ -117,10 +113,11 @@ def collect(replicas: Sequence[Replica]) -> Changes:
     cells = {id(cell): cell for cell, _ in keys.values()}
     return Changes(
         entries,
-        list(written.values()),
+        written,
         list(cells.values()),
         is_structural=any(map(_is_structural, entries)),
-        is_flagged=any(map(_is_flag, entries)) or any(map(_is_flag_set, written.values())),
+        is_flagged=any(map(_is_flag, entries)) or any(map(_is_flag_set, written)),
+        raced=replicas[0].find_raced(),  # the memory, and with it the version, is the same in all
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,14 +56,13 @@ def run_shards(
     is_recorded = torch.is_grad_enabled()
     local: list[list[Tensor]] = [[] for _ in replicas]
     leaves: list[list[Tensor]] = [[] for _ in replicas]
-    if is_recorded:
+    if is_recorded and _need_gradient(arguments[0]):
         arguments = [
             map_tensors(_replace_by_leaf(local[k], leaves[k]), pair)
             for k, pair in enumerate(arguments)
         ]
     for replica in replicas:
-        for record in replica.norms:
-            record.calls.clear()
+        replica.begin()
     with _no_parametrization_cache():
         outputs = runner.run(
             [
@@ -76,14 +75,15 @@ def run_shards(
         for replica, output in zip(replicas, outputs, strict=True)
     ]
     changes = collect(replicas)
-    _collect_gradients(replicas)
-    if is_recorded:
-        values = changes.values()
-        trees = [(out, values[k] if values else None) for k, out in enumerate(outputs)]
-        tied = _tie(replicas, leaves, local, trees, runner)
+    if any(replica.has_gradients() for replica in replicas):
+        _collect_gradients(replicas)
+    values = changes.values()
+    if is_recorded and values:
+        tied = _tie(replicas, leaves, local, list(zip(outputs, values, strict=True)), runner)
+        changes.replace([row for _, row in tied])
         outputs = [out for out, _ in tied]
-        if values:
-            changes.replace([row for _, row in tied])
+    elif is_recorded:
+        outputs = _tie(replicas, leaves, local, outputs, runner)
     return outputs, changes
 
 
@@ -165,6 +165,15 @@ def _no_parametrization_cache() -> Iterator[None]:
                 parametrize._cache_enabled = _NEVER.before
 
 
+def _need_gradient(arguments: Arguments) -> bool:
+    """Whether a tensor might require grad; cheap for arguments that are plain tensors."""
+    args, kwargs = arguments
+    return any(
+        value.requires_grad if type(value) is Tensor else True
+        for value in (*args, *kwargs.values())
+    )
+
+
 def _call(
     replica: Replica, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any]:
@@ -198,7 +207,7 @@ def _tie(
 ) -> list[Any]:
     """Put tensors of the caller's graph in the place of the shards' outputs."""
     found: list[dict[int, Tensor]] = [{} for _ in trees]
-    own = {id(link.source) for link in replicas[0].links.values()}
+    own = replicas[0].links
     for tree, outputs in zip(trees, found, strict=True):
         map_tensors(_note(outputs, own), tree)
     if not any(found):
@@ -275,7 +284,7 @@ def _find_leaves(outputs: Iterable[Tensor]) -> set[int]:
     return leaves
 
 
-def _note(outputs: dict[int, Tensor], own: set[int]) -> Callable[[Tensor], Tensor]:
+def _note(outputs: dict[int, Tensor], own: Container[int]) -> Callable[[Tensor], Tensor]:
     def note(tensor: Tensor) -> Tensor:
         if tensor.requires_grad and id(tensor) not in own:
             if tensor.is_nested and tensor.layout == torch.strided:

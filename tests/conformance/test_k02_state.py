@@ -242,3 +242,58 @@ def test_a_rebound_buffer_and_a_momentum_encoder_are_kept():
     torch.nn.init.ones_(module.online.weight)
     check_same(module, rows(7, 3), num_calls=3)
     assert module.step == 3
+
+
+class Writing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.module.seen.append(1)
+        ctx.module.count += 1
+        return grad, None
+
+
+@beyond("K02")
+def test_what_backward_writes_does_not_arrive_in_the_next_call():
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            return Writing.apply(x, self)
+
+    module = Module()
+    model = DataParallel(module, replicas=3)
+    for _ in range(2):
+        output = model(rows(7, 3, grad=True))
+        before = (list(module.seen), module.count.item())
+        output.sum().backward()
+        model(rows(7, 3))
+        assert (module.seen, module.count.item()) == before
+
+
+@beyond("K02")
+def test_a_history_as_long_as_the_shards_rows_is_not_taken_for_rows():
+    class Recording(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.history = []
+            self.names = {"seen": []}
+
+        def forward(self, x):
+            self.history.append(len(self.history))
+            self.names["seen"].append("call")
+            return x
+
+    module = Recording()
+    model = DataParallel(module, replicas=3)
+    for number in range(1, 5):
+        model(rows(6, 3))  # two rows per shard
+        assert module.history == list(range(number))
+        assert module.names == {"seen": ["call"] * number}

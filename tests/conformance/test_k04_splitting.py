@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils import _pytree
 
-from samestep import DataParallel, SplitError, register_batch_type
+from samestep import DataParallel, SplitError, data_parallel, register_batch_type
 
 Pair = namedtuple("Pair", "a b")
 
@@ -310,3 +310,17 @@ def test_what_a_loader_makes_of_samples_is_cut_by_samples():
             return batch
 
     check_same(Echo(), batch)
+
+
+@beyond("K04")
+def test_the_function_form_takes_keywords_alone():
+    module = Checked(lambda x: x)
+    x = rows(7, 3)
+    devices = ["cpu"] * 3
+    for output in (
+        data_parallel(module, x, devices),
+        data_parallel(module, (x,), devices),
+        data_parallel(module, None, devices, module_kwargs={"x": x}),
+        data_parallel(module, (), devices, module_kwargs={"x": x}),
+    ):
+        torch.testing.assert_close(output, module(x))

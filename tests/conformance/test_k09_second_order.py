@@ -1,5 +1,6 @@
 """K09. Derivatives of derivatives."""
 
+import pytest
 import torch
 from compare import assert_same_state, rows, twin
 from reports import beyond, report
@@ -102,6 +103,7 @@ def test_gradcheck_of_first_and_second_order():
 
 
 @beyond("K09")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_forward_mode_derivatives():
     module = make_critic()
     model = DataParallel(module, replicas=3)

@@ -329,3 +329,30 @@ def test_the_current_shard_is_known_in_forward_and_in_backward():
     DataParallel(Module(), replicas=3)(torch.ones(7, 3, requires_grad=True)).sum().backward()
     assert sorted(seen) == sorted((when, k) for when in ("forward", "backward") for k in range(3))
     assert current_shard() is None
+
+
+@beyond("K13")
+def test_draws_in_backward_are_reproducible():
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * torch.rand_like(grad)
+
+    class Module(nn.Module):
+        def forward(self, x):
+            return Noisy.apply(x)
+
+    model = DataParallel(Module(), replicas=3)
+    gradients = []
+    for _ in range(5):
+        x = torch.ones(6, 30, requires_grad=True)
+        torch.manual_seed(0)
+        model(x).sum().backward()
+        gradients.append(x.grad)
+    assert not torch.equal(gradients[0][:2], gradients[0][2:4])
+    for gradient in gradients[1:]:
+        assert torch.equal(gradient, gradients[0])

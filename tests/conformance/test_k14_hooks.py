@@ -252,3 +252,28 @@ def test_a_forward_that_calls_a_wrapped_module_from_outside_keeps_its_gradients(
     loss.backward()
     assert module.net[0].weight.grad is not None
     assert teacher[0].weight.grad is None
+
+
+@beyond("K14")
+def test_a_loss_on_activations_captured_by_a_closure_has_its_gradient():
+    module = make_net()
+    plain = twin(module)
+    x = rows(7, 3, grad=True)
+    gradients = []
+    for source, net in ((module, DataParallel(module, replicas=3)), (plain, plain)):
+        captured = {}
+
+        def capture(layer, args, output, captured=captured):
+            shard = current_shard()
+            captured[0 if shard is None else shard.index] = output
+
+        source[1].register_forward_hook(capture)
+        for _ in range(2):
+            captured.clear()
+            output = net(x)
+            features = torch.cat([captured[k] for k in sorted(captured)])
+            (features.square().sum() + output.sum()).backward()
+        gradients.append(x.grad)
+        x.grad = None
+    assert_same_state(module, plain)
+    torch.testing.assert_close(*gradients)

@@ -256,3 +256,21 @@ def test_a_state_dict_with_a_child_named_module_is_not_mistaken_for_a_prefix():
     assert torch.equal(model.module.module.weight, source.module.weight)
     model.load_state_dict(nn.DataParallel(source).state_dict())
     assert torch.equal(model.module.module.weight, source.module.weight)
+
+
+@beyond("K15")
+def test_call_is_not_bound_by_the_dims_of_forward():
+    class Two(nn.Module):
+        def forward(self, x, h):
+            return {"y": x + h.sum(0), "count": len(x)}
+
+        def encode(self, x):
+            return x * 2
+
+    options = {"in_dims": {"h": 1}, "out_dims": {"count": "sum"}}
+    model = DataParallel(Two(), replicas=3, **options)
+    x = rows(7, 3)
+    assert model(x, rows(2, 7, 3))["count"] == 7
+    assert torch.equal(model.call("encode", x), x * 2)
+    with pytest.raises(ValueError, match="in_dims speaks about 'no_such'"):
+        DataParallel(Two(), replicas=3, in_dims={"no_such": 1}).call("encode", x)
