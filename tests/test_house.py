@@ -24,6 +24,7 @@ LAYERS = [
     ("what a call leaves behind in the module", "state"),
     ("what calls so far have taught about the module", "habits"),
     ("runs the shards", "engine"),
+    ("how a call is run", "runner"),
     ("one graph of all shards", "stitch"),
     ("one call on all shards", "step"),
     ("the verbs", "functional"),

@@ -24,7 +24,7 @@ def draw_layers():
     for title, names in reversed(LAYERS):
         there = [name for name in names.split() if name in MODULES]
         if there:
-            lines.append(f" {title:<45} {'  '.join(there)}")
+            lines.append(f" {title:<47} {'  '.join(there)}")
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
-from samestep.replica import find_replica, has_lazy, home_device, replicas_of
+from samestep.replica import LazyError, find_replica, home_device, replicas_of
 from samestep.replicas import ReplicaSet
 
 CPU = torch.device("cpu")
@@ -117,8 +117,8 @@ def test_home_is_the_cpu_without_any_tensor():
 
 
 def test_lazy_parameters_are_noticed():
-    assert has_lazy(nn.Sequential(nn.LazyLinear(3)))
-    assert not has_lazy(nn.Linear(2, 2))
+    with pytest.raises(LazyError, match=r"'_modules.0._parameters.weight' has no shape yet"):
+        ReplicaSet().refresh(nn.Sequential(nn.LazyLinear(3)), [Slot(0, CPU), Slot(1, CPU)])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ __all__ = [
     "Shard",
     "current_shard",
     "has_modes",
-    "has_transforms",
+    "must_run_plainly",
     "use_num_threads",
     "use_shard",
 ]
@@ -132,9 +132,15 @@ def has_modes() -> bool:
     return any(not isinstance(mode, DeviceContext) for mode in _function_modes())
 
 
-def has_transforms() -> bool:
-    """Whether a ``torch.func`` transform (vmap, grad, ...) is active in this thread."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def must_run_plainly() -> bool:
+    """Whether what runs now is about one device: a ``torch.func`` transform, forward-mode
+    derivatives, a trace or an export."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+    )
 
 
 class CallerContext:

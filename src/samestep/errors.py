@@ -52,8 +52,8 @@ class StateWarning(UserWarning):
 class DrawWarning(UserWarning):
     """Random numbers were drawn in a way that cannot be tied to a shard's own stream.
 
-    Given once per call site by the code that hands out random streams. What to do: draw with torch
-    functions inside forward, or pass ``generator=`` where the function takes one.
+    Given when that is noticed, by the code that hands out random streams. What to do: draw with
+    torch functions inside forward, or pass ``generator=`` where the function takes one.
     """
 
 

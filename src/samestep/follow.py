@@ -103,7 +103,13 @@ class Follower:
         self.loose: list[Tensor] = []
         self.scripted: list[tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]] = []
         self.modules: list[tuple[nn.Module, nn.Module]] = []
-        self.root: nn.Module = self.copy(root, "")
+        try:
+            self.root: nn.Module = self.copy(root, "")
+        except RecursionError:
+            raise ReplicaError(
+                "an object that the module holds is nested too deeply to be copied (a long "
+                "chain of objects, each holding the next?); keep it outside the module"
+            ) from None
 
     def copy(self, value: Any, path: str) -> Any:
         """Return the copy of ``value``; the same one every time."""
@@ -182,7 +188,8 @@ class Follower:
             self.modules.append((module, copied))
             self._remember(module, copied)
             return copied
-        copied = cls.__new__(cls)
+        # Not cls.__new__: some classes make a class of its own for every object (fx.GraphModule).
+        copied = object.__new__(cls)
         self._remember(module, copied)
         self.modules.append((module, copied))
         self.add_cell(module.__dict__, copied.__dict__, path)

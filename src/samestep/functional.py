@@ -27,10 +27,10 @@ from samestep.reduce import tree_sum
 from samestep.replica import find_replica, home_device
 from samestep.replicas import ReplicaSet
 from samestep.rng import Draws, Stream
+from samestep.runner import GraphHabit, Runner
 from samestep.split import SplitPlan, cut, plan_split
 from samestep.state import StateWriter
 from samestep.step import map_tensors, run_shards
-from samestep.stitch import Runner
 
 __all__ = ["gather", "parallel_apply", "replicate", "scatter"]
 
@@ -245,6 +245,7 @@ def make_runner(
     draws: Draws | None = None,
     home: torch.device | None = None,
     lock: threading.RLock | None = None,
+    habit: GraphHabit | None = None,
 ) -> Runner:
     """Describe the shards of one call and how to run them."""
     total, start = sum(rows), 0
@@ -253,9 +254,15 @@ def make_runner(
         shards.append(Shard(k, len(rows), start, start + count, total, device))
         start += count
     source = draws or Draws()
-    streams = [Stream(source, k) for k in range(len(rows))]
     return Runner(
-        engine, shards, streams, drawing, together, home or devices[0], lock or threading.RLock()
+        engine=engine,
+        shards=shards,
+        streams=[Stream(source, k) for k in range(len(rows))],
+        drawing=drawing,
+        together=together,
+        home=home or devices[0],
+        lock=lock or threading.RLock(),
+        habit=habit or GraphHabit(),
     )
 
 

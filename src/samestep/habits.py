@@ -15,8 +15,8 @@ cannot be known before a forward has run, and both would cost every model someth
   its own of those parameters.
 
 Guarantees: an attempt that does not stand has left no trace in the source module or the generator.
-Costs: one temporary copy of the parameters, in the first call only.
-Must not: run anything itself.
+Costs: one temporary copy of the parameters, in the first call in training and the first in
+evaluation. Must not: run anything itself.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class Link:
     is_alias: bool  # of the source's memory
     is_private: bool  # may be written by the forward
     is_suspect: bool = False  # may be written without a new version: only values can tell
+    is_watched: bool = False  # whether gradients that reach the copy alone are brought home
     rows: Rows | None = None  # which rows of the source the copy holds; None: all of it
     clocks: tuple[Tensor, Tensor] | None = None  # see [Note: batch_norm has no version]
     seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal

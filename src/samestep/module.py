@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.context import current_shard, has_transforms, use_num_threads
+from samestep.context import current_shard, must_run_plainly, use_num_threads
 from samestep.devices import Device, Slot, is_serial_forced, plan_slots, resolve_device
 from samestep.engine import Engine, SerialEngine, ThreadEngine
 from samestep.functional import (
@@ -38,10 +38,10 @@ from samestep.merge import check_out_dims
 from samestep.norm import has_batch_norm, install
 from samestep.replica import LazyError, Replica, home_device, replicas_of
 from samestep.replicas import ReplicaSet, ReplicaStats
+from samestep.runner import GraphHabit, Runner
 from samestep.split import SplitPlan, check_in_dims, explain_plan, plan_sizes, plan_split
-from samestep.state import StateWriter, check_buffers
+from samestep.state import Changes, StateWriter, check_buffers
 from samestep.step import run_shards
-from samestep.stitch import Runner
 from samestep.wrapper import Wrapper
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -76,7 +76,16 @@ class _Runtime:
         self.serial: Engine = SerialEngine(options.num_threads)
         self.threads: Engine = ThreadEngine(options.num_threads)
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
+        # Plans with a shard of one row that a BatchNorm refused, and the plans used instead.
+        self.joined: dict[tuple[SplitPlan, bool], SplitPlan] = {}
+        self._graph_habit, self._num_changes = GraphHabit(), 0
         self.can_watch = all(slot.device.type == "cpu" for slot in options.slots)
+
+    def graph_habit(self) -> GraphHabit:
+        """What was learnt of the module's graphs, until the module changes in any way."""
+        if self._num_changes != self.replicas.num_changes:
+            self._num_changes, self._graph_habit = self.replicas.num_changes, GraphHabit()
+        return self._graph_habit
 
     def __reduce__(self) -> Any:
         return _Runtime, self._arguments
@@ -177,6 +186,9 @@ class DataParallel(Wrapper):
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run another method of the module in parallel, cut and joined like forward.
 
+        ``in_dims`` holds for the parameters of the same name; ``out_dims`` is about forward's
+        outputs.
+
         Args:
             method: its name, such as ``"generate"``.
 
@@ -190,11 +202,12 @@ class DataParallel(Wrapper):
         return self._run(method, args, kwargs)
 
     def _run(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if current_shard() is not None or has_transforms():
+        if current_shard() is not None or must_run_plainly():
             return self._call_source(method, args, kwargs)  # already parallel, or torch.func's
         options, runtime = self._samestep_options, self._samestep_runtime
         with runtime.lock:
             plan = self._plan(method, args, kwargs)
+            plan = runtime.joined.get((plan, self.module.training), plan)
             if plan.num_shards == 1 and options.slots[0].device == home_device(self.module):
                 return self._call_source(method, args, kwargs)
             try:
@@ -207,6 +220,7 @@ class DataParallel(Wrapper):
                 joined = _join_single_rows(plan, error)
                 if joined is None:
                     raise
+                runtime.joined[plan, self.module.training] = joined
             return self._step(joined, method, args, kwargs)
 
     def _step(
@@ -220,29 +234,37 @@ class DataParallel(Wrapper):
         trial = runtime.habits.start(self.module, can_watch=runtime.can_watch)
         try:
             outputs, changes = run_shards(
-                replicas, shards, self._runner(slots, plan, trial, replicas[0].home), method=method
+                replicas,
+                shards,
+                self._runner(slots, plan, trial, replicas[0].home),
+                method=method,
             )
+            verdict = trial.judge(changes)
+            if verdict is Verdict.STANDS:
+                output = gather(
+                    outputs,
+                    options.output,
+                    options.dim,
+                    rows=rows,
+                    out_dims=options.out_dims if method is None else None,
+                    reduction=options.reduction,
+                )
+                self._keep(changes, replicas, rows)
+                return output
         except BaseException:
             trial.undo()
             raise
-        verdict = trial.judge(changes)
         if verdict is Verdict.WHOLE:
             return self._call_source(method, args, kwargs)
-        if verdict is Verdict.AGAIN:
-            return self._step(plan, method, args, kwargs)
-        output = gather(
-            outputs,
-            options.output,
-            options.dim,
-            rows=rows,
-            out_dims=options.out_dims,
-            reduction=options.reduction,
-        )
+        return self._step(plan, method, args, kwargs)
+
+    def _keep(self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]) -> None:
+        """Bring what the forwards wrote to the source module."""
+        runtime = self._samestep_runtime
         for place, tensors in runtime.writer.write(changes, replicas, rows).items():
             runtime.replicas.carry(place, tensors)
         runtime.replicas.mark_dirty(changes.cells)
         runtime.replicas.mark_moved(changes.parted)
-        return output
 
     def _runner(
         self, slots: Sequence[Slot], plan: SplitPlan, trial: Trial, home: torch.device
@@ -262,18 +284,25 @@ class DataParallel(Wrapper):
             draws=trial.draws,
             home=home,
             lock=runtime.replicas.lock,
+            habit=runtime.graph_habit(),
         )
 
     def _plan(self, method: str | None, args: Any, kwargs: Any) -> SplitPlan:
         options = self._samestep_options
+        in_dims, names = options.in_dims, list[str]()
+        if in_dims is not None:
+            names = self._parameter_names(method)
+            if method is not None and isinstance(in_dims, Mapping):
+                # Said of forward: what another method has no parameter for does not concern it.
+                in_dims = {key: in_dims[key] for key in in_dims if key in names or key in kwargs}
         return plan_split(
             args,
             kwargs,
             num_slots=len(options.slots),
             dim=options.dim,
-            in_dims=options.in_dims,
+            in_dims=in_dims,
             split=options.split,
-            parameter_names=() if options.in_dims is None else self._parameter_names(method),
+            parameter_names=names,
         )
 
     def _parameter_names(self, method: str | None) -> list[str]:
@@ -362,7 +391,7 @@ def data_parallel(
         >>> data_parallel(nn.Linear(5, 2), torch.randn(30, 5), ["cpu", "cpu"]).shape
         torch.Size([30, 2])
     """
-    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    args = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*args, **(module_kwargs or {}))
 
 

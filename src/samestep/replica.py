@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from samestep.context import current_shard
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.follow import Follower
@@ -37,11 +38,37 @@ from samestep.links import Link, Rows, as_leaf, copy_to, get_address
 from samestep.norm import NormRecord
 from samestep.snapshot import Snapshot
 
-__all__ = ["LazyError", "Replica", "find_replica", "home_device", "replicas_of"]
+__all__ = ["BringHome", "LazyError", "Replica", "find_replica", "home_device", "replicas_of"]
 
 
 class LazyError(ReplicaError):
     """A parameter gets its shape from the first batch, so there is nothing to replicate yet."""
+
+
+class BringHome:
+    """Passes on a gradient that reached a shard's leaf past the stitch.
+
+    A tensor can leave a shard by another way than the output: a hook that appends activations to a
+    list of the user's. A loss on it walks the shard's graph in the caller's own backward and ends
+    in the leaf; the gradient belongs to the tensor that the leaf stands for.
+
+    Args:
+        source: that tensor.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+
+    def watch(self, leaf: Tensor) -> None:
+        """Take what arrives in ``leaf`` from now on."""
+        leaf.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]  # torch's
+
+    def __call__(self, leaf: Tensor) -> None:
+        if current_shard() is None:  # else the stitch, or a backward inside forward, is at work
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None:
+                gradient = gradient.to(self._source.device)
+                torch.autograd.backward([self._source], [gradient], retain_graph=True)
 
 
 class Replica:
@@ -205,7 +232,7 @@ class Replica:
         tags = self.target(getattr(source, "__dict__", None))
         if tags is not None:
             copy.__dict__ = tags  # a parameter that was linked before keeps what hangs on it
-        link = Link(source, copy, path, is_alias, is_private, is_suspect, rows)
+        link = Link(source, copy, path, is_alias, is_private, is_suspect, rows=rows)
         link.mark_equal()
         self.links[id(source)] = self._by_copy[id(copy)] = link
         return copy

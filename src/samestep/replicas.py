@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from samestep.devices import Slot
 from samestep.links import Carried, Rows, copy_all, num_bytes, take_stamp
-from samestep.replica import Replica
+from samestep.replica import BringHome, Replica
 from samestep.snapshot import Snapshot
 
 __all__ = ["ReplicaSet", "ReplicaStats"]
@@ -42,7 +42,7 @@ class ReplicaStats:
     Attributes:
         num_builds: replicas built from nothing.
         num_updates: cells (dictionaries, lists) brought up to date.
-        num_copied: tensors copied.
+        num_copied: tensors copied to bring replicas up to date (those of a build not counted).
         copied_bytes: their bytes.
     """
 
@@ -72,6 +72,8 @@ class ReplicaSet:
         self._carried = Carried()
         #: Counts up whenever a module was exchanged or train()/eval() was called.
         self.generation = 0
+        #: Counts the changes that were noticed in the source module.
+        self.num_changes = 0
         self.clear()
 
     def stats(self) -> ReplicaStats:
@@ -82,6 +84,8 @@ class ReplicaSet:
         """Drop every replica; the next refresh builds them anew."""
         self._replicas: dict[int, Replica] = {}
         self._snapshot: Snapshot | None = None
+        self._modules: list[nn.Module] = []
+        self._types: list[type] = []
         self._untracked: Snapshot | None = None
         self._dirty: dict[int, Any] = {}
         self._tensors: list[Tensor] = []  # every tensor of the source, and beside it:
@@ -175,6 +179,8 @@ class ReplicaSet:
         if self._snapshot is None:
             self._snapshot = Snapshot([cell for cell, _ in replica.follower.cells])
             self._untracked = Snapshot(replica.follower.untracked)
+            self._modules = [module for module, _ in replica.follower.modules]
+            self._types = list(map(type, self._modules))
         self._listed = False
 
     def _follow(self) -> bool:
@@ -184,6 +190,12 @@ class ReplicaSet:
         self._follow_scripted()
         if not self._untracked.is_current():
             return False
+        if list(map(type, self._modules)) != self._types:
+            return False  # somebody gave a module another class
+        for replica in self._replicas.values():
+            if not replica.snapshot.is_current():  # a backward wrote it: that stays in the replica
+                changed = replica.snapshot.changed()
+                self.mark_dirty([replica.follower.cells[index][0] for index in changed])
         if self._snapshot.is_current() and not self._dirty:
             return True
         cells = dict(self._dirty)
@@ -196,6 +208,7 @@ class ReplicaSet:
             if isinstance(cell, dict) and cell.get("training") is not before.get("training"):
                 self.generation += 1
             cells[id(cell)] = cell
+            self.num_changes += 1
         self._dirty = {}
         self._snapshot.take()
         self._update(list(cells.values()))
@@ -251,6 +264,9 @@ class ReplicaSet:
             for link in replica.links.values():
                 if link.copy.requires_grad != link.source.requires_grad:
                     link.copy.requires_grad_(link.source.requires_grad)
+                if link.copy.requires_grad and not link.is_watched:
+                    link.is_watched = True
+                    BringHome(link.source).watch(link.copy)
 
     def _relink(self, moved: list[Tensor]) -> None:
         assert self._snapshot is not None

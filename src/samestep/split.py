@@ -353,6 +353,7 @@ class _Cutter:
         self.next = next(self.leaves, None)
         self.sizes = plan.sizes
         self.num_rows = plan.num_rows
+        self.pieces: dict[tuple[int, int], Sequence[Any]] = {}  # by id of the value and dim
 
     def cut_argument(self, value: Any, path: str) -> Sequence[Any]:
         pieces = self._cut(value, path)
@@ -385,8 +386,11 @@ class _Cutter:
                 f"the plan was made for other arguments: {leaf.path} was {leaf.description} "
                 f"and is {describe_value(value)}"
             )
+        if (id(value), dim) in self.pieces:
+            return self.pieces[id(value), dim]  # given twice, it is one object in forward too
         try:
-            return cut_rows(value, dim, self.sizes)
+            self.pieces[id(value), dim] = cut_rows(value, dim, self.sizes)
+            return self.pieces[id(value), dim]
         except ValueError as error:
             raise SplitError(f"{_name(leaf.path, value)} cannot be cut: {error}") from error
 

@@ -209,7 +209,7 @@ class StateWriter:
             return self._merge_buffer(old, values, rows, self._rule(path), path)
         if all(value is first for value in entry.values):
             return first
-        if _is_scalar(first) and _all_equal(entry.values):
+        if _are_equal_values(entry.values):
             return first
         try:
             return self._merge(entry.values, rows)
@@ -363,13 +363,13 @@ def _find_rows(merged: Any, values: Sequence[Any], rows: Sequence[int]) -> list[
     return found
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float, complex, str, bytes, bool, type(None)))
-
-
-def _all_equal(values: Sequence[Any]) -> bool:
-    first = values[0]
-    return all(type(value) is type(first) and value == first for value in values)
+def _are_equal_values(values: Sequence[Any]) -> bool:
+    """Whether all shards wrote the same plain value, perhaps nested in containers."""
+    leaves = [leaf for value in values for _, leaf in iter_leaves(value)]
+    plain = (int, float, complex, str, bytes, bool, type(None))
+    if not all(isinstance(leaf, plain) for leaf in leaves):
+        return False
+    return all(type(value) is type(values[0]) and value == values[0] for value in values)
 
 
 def _show(value: Tensor) -> str:

@@ -22,9 +22,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from samestep.errors import MergeError
 from samestep.reduce import tree_sum
-from samestep.replica import Replica
+from samestep.replica import BringHome, Replica
+from samestep.runner import Runner
 from samestep.state import Changes, collect
-from samestep.stitch import Runner, ShardGraphs, make_edge, stitch
+from samestep.stitch import ShardGraphs, make_edge, stitch
 from samestep.tree import map_leaves
 
 __all__ = ["map_tensors", "run_shards"]
@@ -183,17 +184,21 @@ def _call(
 
 def _replace_by_leaf(sources: list[Tensor], leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
     """Note every tensor that requires grad, and put a leaf over the same memory in its place."""
+    made: dict[int, Tensor] = {}  # a tensor that is given twice stays one object
 
     def replace(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
-        leaf = tensor.detach().requires_grad_()
-        sources.append(tensor)
-        leaves.append(leaf)
-        base = tensor if tensor._base is None else tensor._base
-        # A forward may work in place on an input that is no leaf of the user's, as it may without
-        # us; a leaf would forbid it. (On the user's own leaf torch forbids it anyway.)
-        return leaf if base.is_leaf else leaf.clone()
+        if id(tensor) not in made:
+            leaf = tensor.detach().requires_grad_()
+            BringHome(tensor).watch(leaf)
+            sources.append(tensor)
+            leaves.append(leaf)
+            base = tensor if tensor._base is None else tensor._base
+            # A forward may work in place on an input that is no leaf of the user's, as it may
+            # without us; a leaf would forbid it. (On the user's own leaf torch forbids it anyway.)
+            made[id(tensor)] = leaf if base.is_leaf else leaf.clone()
+        return made[id(tensor)]
 
     return replace
 

@@ -35,14 +35,13 @@ does, and walking it again is torch's own error. A graph that was differentiated
 graph is never freed piecemeal; each stitch drops its references and memory follows.
 
 [Note: two ways to differentiate]
-When the user calls ``backward()``, the shards' backwards accumulate into their leaves, whose
-``.grad`` is taken and put back at once: re-entrant checkpointing works in no other way. When the
-user calls ``autograd.grad``, each shard computes just the gradients that were asked for.
+Each shard computes just the gradients that were asked for, as ``autograd.grad`` does. Re-entrant
+checkpointing refuses to run inside that: graphs with such a node accumulate into their leaves, as
+``backward()`` does, and the leaves' ``.grad`` is taken and put back at once.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -52,49 +51,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from samestep.context import CallerContext, Shard
-from samestep.engine import Engine, Job
 from samestep.reduce import TreeSum, sum_lists
-from samestep.rng import Stream
+from samestep.runner import Runner
 
-__all__ = ["Edge", "Runner", "ShardGraphs", "make_edge", "stitch"]
+__all__ = ["Edge", "ShardGraphs", "make_edge", "stitch"]
 
 Tensors = list[Tensor]
 MaybeTensors = list[Tensor | None]
-
-
-@dataclass(frozen=True)
-class Runner:
-    """How to run something on every shard of a call, in forward and again in backward.
-
-    Attributes:
-        engine: runs the jobs.
-        shards: the shards of the call.
-        streams: their random numbers.
-        drawing: how those are ruled, see :mod:`samestep.rng`.
-        together: whether the shards exchange values.
-        home: the device of the source module.
-        lock: held while leaves of the replicas accumulate gradients.
-    """
-
-    engine: Engine
-    shards: Sequence[Shard]
-    streams: Sequence[Stream]
-    drawing: Any
-    together: bool
-    home: torch.device
-    lock: threading.RLock
-
-    def run(
-        self, functions: Sequence[Callable[[], Any]], inline: torch.device | None = None
-    ) -> list[Any]:
-        """Run one function per shard, in the caller's context; return the values in order."""
-        jobs = [
-            Job(shard, function, stream, self.drawing)
-            for shard, function, stream in zip(self.shards, functions, self.streams, strict=True)
-        ]
-        context = CallerContext(self.home)
-        return self.engine.run(jobs, context, together=self.together, inline=inline)
 
 
 class Edge(NamedTuple):
@@ -221,7 +184,7 @@ class _Backward:
     def run(self, *, is_kept: bool) -> MaybeTensors:
         """Gradients of the node's inputs, not differentiable."""
         sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists)
-        differentiate = _accumulate if _is_plain_backward() else _differentiate
+        differentiate = _accumulate if self._must_accumulate() else _differentiate
         cut = sum(self.needed_replicated)
 
         def backward(k: int) -> Callable[[], MaybeTensors]:
@@ -234,7 +197,7 @@ class _Backward:
             return work
 
         with self.graphs.runner.lock:
-            local = self.graphs.runner.run(
+            local = self.graphs.runner.run_backward(
                 [backward(k) for k in range(self.num_shards)], self.inline
             )
         return self._spread(sums.result(), local)
@@ -258,7 +221,8 @@ class _Backward:
 
             return work
 
-        found = graphs.runner.run([backward(k) for k in range(self.num_shards)], self.inline)
+        jobs = [backward(k) for k in range(self.num_shards)]
+        found = graphs.runner.run_backward(jobs, self.inline)
         derived = ShardGraphs(
             runner=graphs.runner,
             replicated=[
@@ -292,6 +256,13 @@ class _Backward:
         flat = iter(_apply(derived, values, sources))
         local = [[next(flat) if _is_recorded(g) else g for g in row[cut:]] for row in found]
         return self._spread(list(flat), local)
+
+    def _must_accumulate(self) -> bool:
+        """See [Note: two ways to differentiate]."""
+        if not _is_plain_backward():
+            return False
+        edges = chain.from_iterable(self.graphs.outputs)
+        return self.graphs.runner.habit.learn(edge.into.node for edge in edges)
 
     # -- One shard ---------------------------------------------------------------------------
 

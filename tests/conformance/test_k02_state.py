@@ -297,3 +297,22 @@ def test_a_history_as_long_as_the_shards_rows_is_not_taken_for_rows():
         model(rows(6, 3))  # two rows per shard
         assert module.history == list(range(number))
         assert module.names == {"seen": ["call"] * number}
+
+
+@beyond("K02")
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_buffer_that_starts_as_none_is_initialised_from_the_whole_batch(is_buffer):
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if is_buffer:
+                self.register_buffer("center", None)
+            else:
+                self.center = None
+
+        def forward(self, x):
+            if self.center is None:
+                self.center = x.mean(0).detach()
+            return x - self.center
+
+    check_same(Centred(), rows(7, 3), num_calls=3)

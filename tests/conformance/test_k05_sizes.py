@@ -153,3 +153,36 @@ def test_more_replicas_than_rows_with_batchnorm_and_one_row_is_the_plain_error()
         module(torch.ones(1, 3))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         DataParallel(module, replicas=4)(torch.ones(1, 3))
+
+
+@report("P37", "pytorch/pytorch#18563", "pytorch/pytorch#7716")
+@pytest.mark.parametrize(("num_rows", "num_replicas"), [(2, 3), (3, 3), (4, 4), (5, 4), (13, 4)])
+def test_joined_rows_keep_their_places_and_weights(num_rows, num_replicas):
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3).double()
+
+        def forward(self, x):
+            shard = current_shard()
+            start = 0 if shard is None else shard.start
+            self.norm(x)
+            return x.mean(), torch.arange(start, start + len(x))
+
+    module = Normed()
+    x = rows(num_rows, 3)
+    mean, places = DataParallel(module, replicas=num_replicas)(x)
+    torch.testing.assert_close(mean, x.mean())
+    assert places.tolist() == list(range(num_rows))
+    torch.testing.assert_close(module.norm.running_mean, 0.1 * x.mean(0))
+
+
+@beyond("K05")
+def test_batches_of_every_size_in_a_row_through_a_norm():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    model = DataParallel(module, replicas=3)
+    for count, num_rows in enumerate((9, 7, 2, 12, 3, 2, 4), start=1):
+        output = model(rows(num_rows, 3))
+        assert output.shape == (num_rows, 2)
+        output.sum().backward()
+        assert module[1].num_batches_tracked == count

@@ -1,0 +1,110 @@
+"""How one call's shards are run, in forward and again in backward.
+
+What it holds: :class:`Runner`, made anew for each call and kept by the graph of that call; and
+:class:`GraphHabit`, what was learnt of a module's graphs. Why: backward comes later, perhaps from
+another thread, and must find the same shards, streams and engine.
+Must not: know what the functions do that it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from samestep.context import CallerContext, Shard
+from samestep.engine import Engine, Job
+from samestep.rng import Draws, Stream
+
+__all__ = ["GraphHabit", "Runner"]
+
+
+@dataclass
+class GraphHabit:
+    """What was learnt of the graphs of a module, until the module changes.
+
+    Attributes:
+        accumulates: whether they need the first of the two ways to differentiate; None: not known.
+    """
+
+    accumulates: bool | None = None
+
+    def learn(self, nodes: Iterable[Any]) -> bool:
+        """Return ``accumulates``, after a look at the graph behind ``nodes`` if it is not known."""
+        if self.accumulates is None:
+            self.accumulates = _has_reentrant_checkpoint(nodes)
+        return self.accumulates
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How to run something on every shard of a call, in forward and again in backward.
+
+    Attributes:
+        engine: runs the jobs.
+        shards: the shards of the call.
+        streams: their random numbers.
+        drawing: how those are ruled, see :mod:`samestep.rng`.
+        together: whether the shards exchange values.
+        home: the device of the source module.
+        lock: held while leaves of the replicas accumulate gradients.
+        habit: what was learnt of the shards' graphs.
+    """
+
+    engine: Engine
+    shards: Sequence[Shard]
+    streams: Sequence[Stream]
+    drawing: Any
+    together: bool
+    home: torch.device
+    lock: threading.RLock
+    habit: GraphHabit
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run one function per shard, in the caller's context; return the values in order."""
+        return self._run(functions, self.streams, self.drawing, None)
+
+    def run_backward(
+        self, functions: Sequence[Callable[[], Any]], inline: torch.device | None
+    ) -> list[Any]:
+        """Run the shards' backwards; ``inline`` is a device whose shards must run in this
+        thread."""
+        if self.drawing != "watch":
+            return self._run(functions, self.streams, self.drawing, inline)
+        # A model whose forward draws nothing may draw in backward (noise on gradients). Python code
+        # is rare there, so looking at it costs nothing.
+        draws = Draws()
+        streams = [Stream(draws, shard.index) for shard in self.shards]
+        return self._run(functions, streams, "intercept", inline)
+
+    def _run(
+        self,
+        functions: Sequence[Callable[[], Any]],
+        streams: Sequence[Stream],
+        drawing: Any,
+        inline: torch.device | None,
+    ) -> list[Any]:
+        jobs = [
+            Job(shard, function, stream, drawing)
+            for shard, function, stream in zip(self.shards, functions, streams, strict=True)
+        ]
+        context = CallerContext(self.home)
+        return self.engine.run(jobs, context, together=self.together, inline=inline)
+
+
+def _has_reentrant_checkpoint(nodes: Iterable[Any]) -> bool:
+    """Whether ``torch.utils.checkpoint(use_reentrant=True)`` left a node in a graph."""
+    stack = list(nodes)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return False
