@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from samestep import DataParallel, current_shard
-from samestep.context import CallerContext, Shard, has_modes, has_transforms, use_num_threads
+from samestep.context import CallerContext, Shard, has_modes, must_run_plainly, use_num_threads
 
 CPU = torch.device("cpu")
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -230,7 +230,7 @@ def test_a_device_is_no_mode():
 def test_torch_func_transforms_see_the_plain_module():
     model = DataParallel(nn.Linear(3, 2), replicas=3)
     x = torch.randn(6, 3)
-    assert not has_transforms()
+    assert not must_run_plainly()
     mapped = torch.func.vmap(lambda row: model(row.unsqueeze(0)).squeeze(0))(x)
     torch.testing.assert_close(mapped, model.module(x))
     slope = torch.func.grad(lambda x: model(x).sum())(x)

@@ -261,30 +261,36 @@ def test_ctrl_c_in_backward_leaves_no_gradient(faulty):
 @pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
 def test_outputs_that_cannot_be_joined_leave_the_state_alone(first):
     class Odd(nn.Module):
+        is_odd = first  # of the class: setting it renews nothing in the replicas
+
         def __init__(self):
             super().__init__()
             self.norm = nn.BatchNorm1d(3)
-            self.calls = 0
-            self.odd = first
+            self.register_buffer("total", torch.zeros(1))
+            self.calls, self.history = 0, []
 
         def forward(self, x):
             self.calls += 1
+            self.history.append(self.calls)
+            self.total += 1
             x = self.norm(x) + torch.rand(1)
-            return {"x": x} if self.odd and current_shard().index else x
+            return {"x": x} if Odd.is_odd and current_shard().index else x
 
     model = DataParallel(Odd(), replicas=3)
     if not first:
         model(torch.randn(7, 3))
-        model.odd = True
+        Odd.is_odd = True
     state, calls = {k: v.clone() for k, v in model.state_dict().items()}, model.calls
     for _ in range(2):
         with pytest.raises(MergeError, match="is of different types"):
             model(torch.randn(7, 3))
         assert_alike(dict(model.state_dict()), state, atol=0)
-        assert model.calls == calls
-    model.odd = False
+        assert model.calls == calls == len(model.history)
+    Odd.is_odd = False
     model(torch.randn(7, 3))
     assert model.calls == calls + 1
+    assert model.history == list(range(1, calls + 2))
+    assert model.total.item() == calls + 1
 
 
 def test_a_failing_first_call_of_a_lazy_module_can_be_repeated():

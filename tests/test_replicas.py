@@ -83,11 +83,15 @@ def test_a_copying_set_shares_no_memory(source):
         assert torch.equal(mine, theirs)
 
 
-def test_a_replicas_gradient_is_not_the_sources(source):
+def test_a_gradient_that_reaches_a_replica_past_the_stitch_is_the_sources(source):
     (module,) = refresh(ReplicaSet(), source, SLOTS[:1])
-    module(torch.randn(2, 3)).sum().backward()
-    assert module.first.weight.grad is not None
-    assert source.first.weight.grad is None
+    x = torch.randn(2, 3)
+    module(x).sum().backward()
+    assert module.first.weight.grad is None
+    found = source.first.weight.grad.clone()
+    source.zero_grad()
+    source(x).sum().backward()
+    assert torch.equal(found, source.first.weight.grad)
 
 
 def test_replicas_are_found_by_their_module(source):

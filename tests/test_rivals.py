@@ -49,18 +49,22 @@ def test_batch_statistics_normalise_as_the_loop_does():
     assert torch.equal(output, written_out_step(twin, x, [2] * 4))
 
 
-def test_gradients_are_added_in_the_tree_and_not_from_left_to_right():
+@pytest.mark.parametrize("num_replicas", [5, 8])
+def test_gradients_are_added_in_the_tree_and_not_from_left_to_right(num_replicas):
     module = nn.Linear(3, 2, bias=False)
-    x = torch.randn(64, 3) * 10.0 ** torch.randint(-3, 4, (64, 1))
+    x = torch.randn(8 * num_replicas, 3) * 10.0 ** torch.randint(-3, 4, (8 * num_replicas, 1))
     twin = copy.deepcopy(module)
-    DataParallel(module, replicas=8)(x).pow(2).sum().backward()
+    DataParallel(module, replicas=num_replicas)(x).pow(2).sum().backward()
     parts = []
     for piece in x.split(8):
         twin.zero_grad()
         twin(piece).pow(2).sum().backward()
         parts.append(twin.weight.grad.clone())
-    pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    tree = (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])
+    if num_replicas == 5:
+        tree = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + parts[4]
+    else:
+        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        tree = (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])
     assert torch.equal(module.weight.grad, tree)
 
 

@@ -101,13 +101,20 @@ def test_integers_that_agree_stay():
 
 @pytest.mark.parametrize("calls", [1, 3])
 def test_integers_that_differ_are_refused_with_the_remedy_and_change_nothing(calls):
-    module = Writer(lambda m, x: m.n.add_(len(x)), n=torch.tensor(5), other=torch.ones(1))
+    def write(m, x):
+        m.early.add_(1)
+        m.n.add_(len(x))
+        m.late = m.late + 1
+        m.calls = 1
+
+    module = Writer(write, early=torch.ones(1), n=torch.tensor(5), late=torch.ones(1))
     model = DataParallel(module, replicas=3)
     for _ in range(calls):
         with pytest.raises(MergeError, match=re.escape("buffers={'n': 'sum'}")) as info:
             model(X)
         assert "'n' differs between the shards" in str(info.value)
-        assert module.n.item() == 5
+        assert [module.early.item(), module.n.item(), module.late.item()] == [1, 5, 1]
+        assert not hasattr(module, "calls")
 
 
 def test_the_buffer_object_stays_the_users_own():

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import warnings
 import weakref
 
@@ -13,10 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep import DataParallel
-from samestep.context import Shard
 from samestep.engine import SerialEngine, ThreadEngine
-from samestep.rng import Draws, Stream
-from samestep.stitch import Runner, ShardGraphs, make_edge, stitch
+from samestep.functional import make_runner
+from samestep.stitch import ShardGraphs, make_edge, stitch
 
 CPU = torch.device("cpu")
 
@@ -127,6 +127,22 @@ def test_a_gradient_penalty_trains_as_the_plain_one():
         x = normal(7, 3)
         (slope,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
         (one(x).mean() + ((slope.norm(dim=1) - 1) ** 2).mean()).backward()
+        found.append((x.grad, grads_of(one)))
+    assert_alike(*found)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_loss_and_a_penalty_on_its_own_slope_share_one_forward(keep):
+    found = []
+    for one in (make_model("mlp"), make_mlp()):
+        torch.manual_seed(21)
+        x = normal(7, 3)
+        loss = score(one(x))
+        slope, *weights = torch.autograd.grad(loss, [x, one[0].weight], create_graph=True)
+        total = loss + slope.pow(2).sum() + weights[0].pow(2).sum()
+        total.backward(retain_graph=keep)
+        if keep:
+            total.backward()
         found.append((x.grad, grads_of(one)))
     assert_alike(*found)
 
@@ -309,6 +325,37 @@ def test_two_threads_may_train_with_one_wrapper():
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_two_threads_may_accumulate_into_the_same_parameters():
+    class Slow(nn.Module):
+        """Each shard waits in backward, so that two backwards would be inside it at once."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+        def forward(self, x):
+            early = x * self.weight
+            late = checkpoint(lambda t: t * 1, x * self.weight, use_reentrant=True)
+            late.register_hook(lambda _: time.sleep(0.002))
+            return early + late
+
+    model, seen = DataParallel(Slow(), replicas=3), []
+    model.weight.register_hook(lambda gradient: seen.append(float(gradient[0])))
+    losses = [model(torch.full((6, 2), float(n), dtype=torch.float64)).sum() for n in range(8)]
+
+    def work(mine):
+        for loss in mine:
+            loss.backward()
+
+    threads = [threading.Thread(target=work, args=(losses[k::2],)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [12.0 * n for n in range(8)]  # each its own, none of the other's
+    assert torch.equal(model.weight.grad, torch.full((2,), 12.0 * sum(range(8))).double())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -666,6 +713,29 @@ def test_checkpointing_draws_the_same_dropout_again(mode, num_replicas):
     assert len({int((row[0] == 0).sum()) for row in found[0][0]} | {0}) > 1  # it does drop
 
 
+def test_checkpointing_may_begin_by_an_argument_in_a_later_call():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(3, 3, dtype=torch.float64)
+
+        def forward(self, x, again):
+            if again:
+                return checkpoint(self.body, x, use_reentrant=True).tanh()
+            return self.body(x).tanh()
+
+    plain, x = Chosen(), normal(7, 3)
+    model = DataParallel(plain, replicas=3)
+    for again in (False, False, True, True, False):
+        found = []
+        for one in (plain, model):
+            one.zero_grad()
+            x.grad = None
+            score(one(x, again)).backward()
+            found.append((x.grad.clone(), grads_of(one)))
+        assert_alike(*found)
+
+
 def test_the_gradient_flows_only_through_what_was_not_detached():
     class Half(nn.Module):
         def forward(self, x, y):
@@ -740,13 +810,6 @@ def test_anomaly_mode_names_the_operation():
 # --------------------------------------------------------------------------------------------------
 
 
-def make_runner(engine, num_shards):
-    draws = Draws()
-    shards = [Shard(k, num_shards, k, k + 1, num_shards, CPU) for k in range(num_shards)]
-    streams = [Stream(draws, k) for k in range(num_shards)]
-    return Runner(engine, shards, streams, "watch", False, CPU, threading.RLock())
-
-
 @pytest.mark.parametrize("engine", [SerialEngine(1), ThreadEngine(1)], ids=["serial", "threads"])
 def test_placements_replicated_inputs_sum_and_local_ones_stay(engine):
     weight = normal(3)
@@ -755,7 +818,7 @@ def test_placements_replicated_inputs_sum_and_local_ones_stay(engine):
     leaves = [row.detach().requires_grad_() for row in rows]
     outputs = [[(c * x).sum()] for c, x in zip(copies, leaves, strict=True)]
     edges = [[make_edge(output) for output in row] for row in outputs]
-    runner = make_runner(engine, 3)
+    runner = make_runner(engine, [CPU] * 3, [1] * 3, drawing="watch", together=False)
     graphs = ShardGraphs(runner, [[c] for c in copies], [[x] for x in leaves], edges, [[], [], []])
     tied = [row[0] for row in stitch(graphs, outputs, [weight], [[row] for row in rows])]
     assert_alike([t.detach() for t in tied], [row[0].detach() for row in outputs])

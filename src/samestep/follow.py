@@ -61,6 +61,8 @@ _SHARED = (
     enum.Enum, type, logging.Logger, torch.optim.Optimizer, torch.utils.data.DataLoader,
     torch.utils.data.Dataset, torch._C.Generator, types.GeneratorType,
 )  # fmt: skip
+# The same, by name: importing them would cost time, or they are private.
+_SHARED_NAMES = {"torch.fx.graph.Graph", "torch._subclasses.fake_tensor.FakeTensor"}
 _CONTAINERS = (dict, list, set, deque)
 
 
@@ -119,6 +121,8 @@ class Follower:
         found = self._copies.get(id(value), self)
         if found is not self:
             return found
+        if f"{kind.__module__}.{kind.__qualname__}" in _SHARED_NAMES:
+            return value
         if isinstance(value, Tensor):
             return self._leaf(value, path)
         if kind is torch.device:

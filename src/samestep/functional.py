@@ -27,7 +27,7 @@ from samestep.reduce import tree_sum
 from samestep.replica import find_replica, home_device
 from samestep.replicas import ReplicaSet
 from samestep.rng import Draws, Stream
-from samestep.runner import GraphHabit, Runner
+from samestep.runner import Runner
 from samestep.split import SplitPlan, cut, plan_split
 from samestep.state import StateWriter
 from samestep.step import map_tensors, run_shards
@@ -245,7 +245,6 @@ def make_runner(
     draws: Draws | None = None,
     home: torch.device | None = None,
     lock: threading.RLock | None = None,
-    habit: GraphHabit | None = None,
 ) -> Runner:
     """Describe the shards of one call and how to run them."""
     total, start = sum(rows), 0
@@ -262,7 +261,6 @@ def make_runner(
         together=together,
         home=home or devices[0],
         lock=lock or threading.RLock(),
-        habit=habit or GraphHabit(),
     )
 
 

@@ -117,7 +117,11 @@ class Trial:
 
     def judge(self, changes: Changes) -> Verdict:
         """Decide, after the forwards, whether the attempt stands; undo it if not."""
-        written = [] if self._probe is None else self._probe.written()
+        written: list[Tensor] = []
+        if (
+            self._probe is not None
+        ):  # by value: a write through .data has no version; and by version
+            written = [*self._probe.written(), *(link.source for link in changes.raced)]
         is_first = self._probe is not None
         if written or changes.is_structural or (is_first and changes.is_flagged):
             # It initialises itself from the batch it sees, or adds a part that all shards share.

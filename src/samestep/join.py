@@ -161,10 +161,10 @@ def _join_scalars(joining: Joining, values: list[Any], path: Path) -> Any:
     is_exact = not _is_inexact(first)
     # A state that is in a graph is averaged even if equal: each shard has its part in the gradient.
     has_graph = any(isinstance(value, Tensor) and value.requires_grad for value in values)
-    # The mean of equal numbers is that number, which their weighted sum need not be to the last
-    # bit.
+    # The mean of equal numbers is that number; their weighted sum may miss it by the last bit.
     is_mean = joining.strict or joining.reduction == "mean"
-    if is_exact or (is_mean and not has_graph):
+    has_values = not (isinstance(first, Tensor) and first.is_meta)
+    if has_values and (is_exact or (is_mean and not has_graph)):
         if all(_is_equal(first, value) for value in values[1:]):
             return first
         if is_exact:

@@ -38,7 +38,7 @@ from samestep.merge import check_out_dims
 from samestep.norm import has_batch_norm, install
 from samestep.replica import LazyError, Replica, home_device, replicas_of
 from samestep.replicas import ReplicaSet, ReplicaStats
-from samestep.runner import GraphHabit, Runner
+from samestep.runner import Runner
 from samestep.split import SplitPlan, check_in_dims, explain_plan, plan_sizes, plan_split
 from samestep.state import Changes, StateWriter, check_buffers
 from samestep.step import run_shards
@@ -78,14 +78,7 @@ class _Runtime:
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
         # Plans with a shard of one row that a BatchNorm refused, and the plans used instead.
         self.joined: dict[tuple[SplitPlan, bool], SplitPlan] = {}
-        self._graph_habit, self._num_changes = GraphHabit(), 0
         self.can_watch = all(slot.device.type == "cpu" for slot in options.slots)
-
-    def graph_habit(self) -> GraphHabit:
-        """What was learnt of the module's graphs, until the module changes in any way."""
-        if self._num_changes != self.replicas.num_changes:
-            self._num_changes, self._graph_habit = self.replicas.num_changes, GraphHabit()
-        return self._graph_habit
 
     def __reduce__(self) -> Any:
         return _Runtime, self._arguments
@@ -221,6 +214,8 @@ class DataParallel(Wrapper):
                 if joined is None:
                     raise
                 runtime.joined[plan, self.module.training] = joined
+            if joined.num_shards == 1:
+                return self._call_source(method, args, kwargs)
             return self._step(joined, method, args, kwargs)
 
     def _step(
@@ -284,7 +279,6 @@ class DataParallel(Wrapper):
             draws=trial.draws,
             home=home,
             lock=runtime.replicas.lock,
-            habit=runtime.graph_habit(),
         )
 
     def _plan(self, method: str | None, args: Any, kwargs: Any) -> SplitPlan:
@@ -294,7 +288,8 @@ class DataParallel(Wrapper):
             names = self._parameter_names(method)
             if method is not None and isinstance(in_dims, Mapping):
                 # Said of forward: what another method has no parameter for does not concern it.
-                in_dims = {key: in_dims[key] for key in in_dims if key in names or key in kwargs}
+                foreign = {*self._parameter_names(None)} - {*names, *kwargs}
+                in_dims = {key: spec for key, spec in in_dims.items() if key not in foreign}
         return plan_split(
             args,
             kwargs,
@@ -429,10 +424,15 @@ def _join_single_rows(plan: SplitPlan, error: BaseException) -> SplitPlan | None
     is_cause = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
     if not is_cause or 1 not in plan.sizes or plan.num_shards < 2:
         return None
-    sizes, slots = list(plan.sizes), list(plan.slots)
-    while 1 in sizes and len(sizes) > 1:
-        at = sizes.index(1)
-        other = at - 1 if at else 1
-        sizes[other] += sizes.pop(at)
-        slots.pop(at)
+    sizes: list[int] = []
+    slots: list[int] = []
+    for size, slot in zip(plan.sizes, plan.slots, strict=True):
+        if sizes and sizes[-1] == 1:
+            sizes[-1] += size
+        else:
+            sizes.append(size)
+            slots.append(slot)
+    if sizes[-1] == 1 and len(sizes) > 1:  # the last row: nothing follows that could join it
+        slots.pop()
+        sizes[-2:] = [sizes[-2] + 1]
     return replace(plan, sizes=tuple(sizes), slots=tuple(slots))

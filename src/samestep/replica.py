@@ -167,6 +167,7 @@ class Replica:
         for record in self.norms:
             record.calls.clear()
         self._versions = [link.copy._version for link in self._counted]
+        self._required = [tensor.requires_grad for tensor in self._alias_tensors]
 
     def find_written(self) -> list[Link]:
         """Links whose copy the forward wrote, or gave other memory (``parameter.data = ...``)."""
@@ -182,6 +183,15 @@ class Replica:
             return []
         pairs = zip(self._counted, self._versions, now, strict=True)
         return [link for link, before, after in pairs if before != after]
+
+    def find_switched(self) -> list[Link]:
+        """Links whose ``requires_grad`` the forward switched."""
+        now = [tensor.requires_grad for tensor in self._alias_tensors]
+        if now == self._required:
+            return []
+        return [
+            link for link in self.aliases if link.copy.requires_grad != link.source.requires_grad
+        ]
 
     def has_gradients(self) -> bool:
         """Whether the forward called ``backward()`` itself."""

@@ -72,8 +72,6 @@ class ReplicaSet:
         self._carried = Carried()
         #: Counts up whenever a module was exchanged or train()/eval() was called.
         self.generation = 0
-        #: Counts the changes that were noticed in the source module.
-        self.num_changes = 0
         self.clear()
 
     def stats(self) -> ReplicaStats:
@@ -208,7 +206,6 @@ class ReplicaSet:
             if isinstance(cell, dict) and cell.get("training") is not before.get("training"):
                 self.generation += 1
             cells[id(cell)] = cell
-            self.num_changes += 1
         self._dirty = {}
         self._snapshot.take()
         self._update(list(cells.values()))

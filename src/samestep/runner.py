@@ -1,15 +1,14 @@
 """How one call's shards are run, in forward and again in backward.
 
-What it holds: :class:`Runner`, made anew for each call and kept by the graph of that call; and
-:class:`GraphHabit`, what was learnt of a module's graphs. Why: backward comes later, perhaps from
-another thread, and must find the same shards, streams and engine.
-Must not: know what the functions do that it runs.
+What it holds: :class:`Runner`, made anew for each call and kept by the graph of that call. Why:
+backward comes later, perhaps from another thread, and must find the same shards, streams and
+engine. Must not: know what the functions do that it runs.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +18,7 @@ from samestep.context import CallerContext, Shard
 from samestep.engine import Engine, Job
 from samestep.rng import Draws, Stream
 
-__all__ = ["GraphHabit", "Runner"]
-
-
-@dataclass
-class GraphHabit:
-    """What was learnt of the graphs of a module, until the module changes.
-
-    Attributes:
-        accumulates: whether they need the first of the two ways to differentiate; None: not known.
-    """
-
-    accumulates: bool | None = None
-
-    def learn(self, nodes: Iterable[Any]) -> bool:
-        """Return ``accumulates``, after a look at the graph behind ``nodes`` if it is not known."""
-        if self.accumulates is None:
-            self.accumulates = _has_reentrant_checkpoint(nodes)
-        return self.accumulates
+__all__ = ["Runner"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +33,6 @@ class Runner:
         together: whether the shards exchange values.
         home: the device of the source module.
         lock: held while leaves of the replicas accumulate gradients.
-        habit: what was learnt of the shards' graphs.
     """
 
     engine: Engine
@@ -61,7 +42,6 @@ class Runner:
     together: bool
     home: torch.device
     lock: threading.RLock
-    habit: GraphHabit
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per shard, in the caller's context; return the values in order."""
@@ -93,18 +73,3 @@ class Runner:
         ]
         context = CallerContext(self.home)
         return self.engine.run(jobs, context, together=self.together, inline=inline)
-
-
-def _has_reentrant_checkpoint(nodes: Iterable[Any]) -> bool:
-    """Whether ``torch.utils.checkpoint(use_reentrant=True)`` left a node in a graph."""
-    stack = list(nodes)
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return False

@@ -73,6 +73,7 @@ class Changes:
     is_structural: bool
     is_flagged: bool
     raced: list[Link]
+    switched: list[Link]
 
     @property
     def parted(self) -> list[Tensor]:
@@ -92,8 +93,8 @@ class Changes:
             entry.values = [row[i] for row in values]
 
 
-def collect(replicas: Sequence[Replica]) -> Changes:
-    """See what the forwards changed in their replicas, one per shard."""
+def collect(replicas: Sequence[Replica], rows: Sequence[int]) -> Changes:
+    """See what the forwards changed in their replicas, one per shard, with B_k rows each."""
     keys_written = {id(link.source) for replica in replicas for link in replica.find_written()}
     written = [[replica.links[key] for replica in replicas] for key in keys_written]
     changed = [
@@ -116,7 +117,9 @@ def collect(replicas: Sequence[Replica]) -> Changes:
         written,
         list(cells.values()),
         is_structural=any(map(_is_structural, entries)),
-        is_flagged=any(map(_is_flag, entries)) or any(map(_is_flag_set, written)),
+        is_flagged=any(_is_flag(entry, rows) for entry in entries)
+        or any(map(_is_flag_set, written)),
+        switched=replicas[0].find_switched(),
         raced=replicas[0].find_raced(),  # the memory, and with it the version, is the same in all
     )
 
@@ -185,6 +188,8 @@ class StateWriter:
         with torch.no_grad():
             for action in decided:
                 action()
+        for link in changes.switched:
+            link.source.requires_grad_(link.copy.requires_grad)
         for entry in removed:
             entry.cell.pop(entry.key, None)
         return carried
@@ -316,16 +321,35 @@ def _to_source(replica: Replica, value: Any) -> Any:
 
 
 def _is_structural(entry: Entry) -> bool:
-    """A new module or parameter, or a new hook: an entry that was not there before."""
+    """A new module, parameter, buffer or hook: an entry that was not there before."""
     if entry.key is None or entry.cell.get(entry.key) is not None:
         return False
+    if entry.is_buffer:
+        return any(isinstance(value, Tensor) for value in entry.values)
     is_hook = entry.path.rpartition(".")[2] in _HOOKS
     return is_hook or any(isinstance(value, (nn.Module, nn.Parameter)) for value in entry.values)
 
 
-def _is_flag(entry: Entry) -> bool:
-    """An attribute that goes from False to True."""
-    return entry.key is not None and entry.values[0] is True and entry.cell.get(entry.key) is False
+def _is_flag(entry: Entry, rows: Sequence[int]) -> bool:
+    """An attribute that goes from False to True, or from None to a tensor that is not about
+    rows."""
+    if entry.key is None or entry.key not in entry.cell:
+        return False
+    before, values = entry.cell[entry.key], entry.values
+    if before is None and all(isinstance(value, Tensor) for value in values):
+        return not _has_rows(values, rows) and not _are_equal_tensors(values)
+    return before is False and values[0] is True
+
+
+def _has_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
+    return any(
+        all(v.dim() > d and v.size(d) == r for v, r in zip(values, rows, strict=True))
+        for d in range(values[0].dim())
+    )
+
+
+def _are_equal_tensors(values: Sequence[Tensor]) -> bool:
+    return all(v.shape == values[0].shape and torch.equal(v, values[0]) for v in values[1:])
 
 
 def _is_flag_set(links: Sequence[Link]) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
@@ -72,10 +72,10 @@ def run_shards(
             ]
         )
     outputs = [
-        map_tensors(replica.original, output)
+        _in_terms_of_source(replica, output)
         for replica, output in zip(replicas, outputs, strict=True)
     ]
-    changes = collect(replicas)
+    changes = collect(replicas, [shard.stop - shard.start for shard in runner.shards])
     if any(replica.has_gradients() for replica in replicas):
         _collect_gradients(replicas)
     values = changes.values()
@@ -166,6 +166,14 @@ def _no_parametrization_cache() -> Iterator[None]:
                 parametrize._cache_enabled = _NEVER.before
 
 
+def _in_terms_of_source(replica: Replica, output: Any) -> Any:
+    """Put the source's parameters, buffers and modules in the place of the replica's."""
+    if type(output) is Tensor:
+        return replica.original(output)
+    kinds = (Tensor, nn.Module)
+    return map_leaves(lambda v: replica.original(v) if isinstance(v, kinds) else v, output)
+
+
 def _need_gradient(arguments: Arguments) -> bool:
     """Whether a tensor might require grad; cheap for arguments that are plain tensors."""
     args, kwargs = arguments
@@ -248,7 +256,11 @@ def _find_sources(
 
     Those of which each shard has its own rows are added to ``leaves`` and ``local`` instead.
     """
-    links = [link for link in replicas[0].links.values() if link.source.requires_grad]
+    links = [
+        link
+        for key, link in replicas[0].links.items()
+        if link.source.requires_grad and all(r.links[key].copy.requires_grad for r in replicas)
+    ]
     if all(link.source.grad_fn is None and link.rows is None for link in links):
         return [link.source for link in links]
     # A tensor attribute with a history of its own, such as the weight that an old-style weight norm

@@ -42,7 +42,7 @@ checkpointing refuses to run inside that: graphs with such a node accumulate int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from samestep.errors import note_shard
 from samestep.reduce import TreeSum, sum_lists
 from samestep.runner import Runner
 
@@ -196,10 +197,14 @@ class _Backward:
 
             return work
 
-        with self.graphs.runner.lock:
-            local = self.graphs.runner.run_backward(
-                [backward(k) for k in range(self.num_shards)], self.inline
-            )
+        jobs = [backward(k) for k in range(self.num_shards)]
+        try:
+            with self.graphs.runner.lock:
+                local = self.graphs.runner.run_backward(jobs, self.inline)
+        except RuntimeError as error:
+            if "a second time" in str(error):
+                note_shard(error, _MSG_SIDE_DOOR)
+            raise
         return self._spread(sums.result(), local)
 
     def run_differentiable(self) -> MaybeTensors:
@@ -261,8 +266,8 @@ class _Backward:
         """See [Note: two ways to differentiate]."""
         if not _is_plain_backward():
             return False
-        edges = chain.from_iterable(self.graphs.outputs)
-        return self.graphs.runner.habit.learn(edge.into.node for edge in edges)
+        # The shards' graphs are alike: one forward made them.
+        return _has_reentrant_checkpoint(edge.into.node for edge in self.graphs.outputs[0])
 
     # -- One shard ---------------------------------------------------------------------------
 
@@ -324,6 +329,14 @@ class _Backward:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_MSG_SIDE_DOOR = """\
+Did a tensor leave forward by another way than its output, such as a hook that appends to a list?
+    hook: features.append(output)
+    (model(x).sum() + features[0].sum()).backward()                     # walks a shard's graph
+    twice
+Return it from forward, store it on the module, or keep the graph:
+    (model(x).sum() + features[0].sum()).backward(retain_graph=True)"""
+
 
 def _find_needed(next_functions: Sequence[tuple[Any, int]]) -> list[bool]:
     """Per input of the node that runs now, whether its gradient goes anywhere."""
@@ -336,6 +349,21 @@ def _is_plain_backward() -> bool:
     """Whether the caller called ``backward()`` without naming inputs (torch's word for it
     differs)."""
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]  # torch's
+
+
+def _has_reentrant_checkpoint(nodes: Iterable[Any]) -> bool:
+    """Whether ``torch.utils.checkpoint(use_reentrant=True)`` left a node in a graph."""
+    stack = list(nodes)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return False
 
 
 def _will_run(node: Any) -> bool:

@@ -283,3 +283,21 @@ def test_the_input_itself_a_parameter_and_a_constant_come_back_as_one():
     module = Passing()
     _, output = check_same(module, rows(7, 3, grad=True), torch.arange(5))
     assert output[1] is module.w
+
+
+@beyond("K06")
+def test_a_module_in_the_output_is_the_source_modules_own():
+    class Handing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3, 2).double()
+            self.config = {"layers": [1, 2]}
+
+        def forward(self, x):
+            return x, self.head, {"me": self, "config": self.config}
+
+    module = Handing()
+    _, head, more = DataParallel(module, replicas=3)(rows(7, 3))
+    assert head is module.head
+    assert more["me"] is module
+    assert more["config"] == module.config

@@ -306,3 +306,16 @@ def test_only_some_outputs_and_some_rows_get_a_gradient():
         first, second = net(x)
         (first[5].sum() + second[0, 1]).backward()
     assert_same_state(module, plain)
+
+
+@beyond("K08")
+def test_a_forward_that_freezes_a_parameter():
+    class Freezing(Net):
+        def forward(self, x):
+            self.first.weight.requires_grad_(False)
+            return super().forward(x)
+
+    module = Freezing()
+    check_same(module, rows(7, 3, grad=True), num_calls=2)
+    assert module.first.weight.grad is None
+    assert not module.first.weight.requires_grad

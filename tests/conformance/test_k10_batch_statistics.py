@@ -117,3 +117,29 @@ def test_a_frozen_norm_and_instance_and_group_norm_do_not_mix_rows():
     check_same(net, rows(7, 4, 2, 2, grad=True))
     tracked = nn.InstanceNorm2d(4, track_running_stats=True).double()
     check_same(tracked, rows(8, 4, 2, 2), replicas=2)
+
+
+@beyond("K10")
+def test_a_gradient_that_reaches_some_shards_only_passes_through_a_synchronised_norm():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.BatchNorm1d(3).double()
+            self.b = nn.BatchNorm1d(3).double()
+
+        def forward(self, x):
+            return self.a(x), self.b(2 * x)
+
+    module = Two()
+    plain = twin(module)
+    model = DataParallel(module, replicas=3, sync_batch_norm=True)
+    gradients = []
+    x = rows(9, 3, grad=True)
+    for net in (model, plain):
+        first, second = net(x)
+        (first[:2].square().sum() + second[7, 0]).backward()
+        gradients.append(x.grad)
+        x.grad = None
+    torch.testing.assert_close(*gradients)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

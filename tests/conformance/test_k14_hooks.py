@@ -254,26 +254,45 @@ def test_a_forward_that_calls_a_wrapped_module_from_outside_keeps_its_gradients(
     assert teacher[0].weight.grad is None
 
 
+def losses_on_captured_activations(source, net, x, retain_graph=False, with_output=False):
+    """Two steps on what a closure captured in ``source``; returns the input's gradient."""
+    captured = {}
+
+    def capture(layer, args, output):
+        shard = current_shard()
+        captured[0 if shard is None else shard.index] = output
+
+    source[1].register_forward_hook(capture)
+    for _ in range(2):
+        captured.clear()
+        output = net(x)
+        loss = torch.cat([captured[k] for k in sorted(captured)]).square().sum()
+        loss = loss + output.sum() if with_output else loss
+        loss.backward(retain_graph=retain_graph)
+    gradient, x.grad = x.grad, None
+    return gradient
+
+
 @beyond("K14")
 def test_a_loss_on_activations_captured_by_a_closure_has_its_gradient():
     module = make_net()
     plain = twin(module)
     x = rows(7, 3, grad=True)
-    gradients = []
-    for source, net in ((module, DataParallel(module, replicas=3)), (plain, plain)):
-        captured = {}
-
-        def capture(layer, args, output, captured=captured):
-            shard = current_shard()
-            captured[0 if shard is None else shard.index] = output
-
-        source[1].register_forward_hook(capture)
-        for _ in range(2):
-            captured.clear()
-            output = net(x)
-            features = torch.cat([captured[k] for k in sorted(captured)])
-            (features.square().sum() + output.sum()).backward()
-        gradients.append(x.grad)
-        x.grad = None
+    found = losses_on_captured_activations(module, DataParallel(module, replicas=3), x)
+    expected = losses_on_captured_activations(plain, plain, x)
     assert_same_state(module, plain)
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(found, expected)
+
+
+@beyond("K14")
+@pytest.mark.parametrize("retain_graph", [True, False])
+def test_captured_activations_and_outputs_in_one_loss(retain_graph):
+    module = make_net()
+    plain = twin(module)
+    x = rows(7, 3, grad=True)
+    options = {"retain_graph": retain_graph, "with_output": True}
+    model = DataParallel(module, replicas=3)
+    found = losses_on_captured_activations(module, model, x, **options)
+    expected = losses_on_captured_activations(plain, plain, x, **options)
+    assert_same_state(module, plain)
+    torch.testing.assert_close(found, expected)
