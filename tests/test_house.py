@@ -17,7 +17,7 @@ LAYERS = [
     ("ground", "errors adapters devices snapshot trace"),
     ("what a container is", "tree"),
     ("what cutting and joining share", "rows dims"),
-    ("one idea each", "plan join reduce rng context workers group follow links wrapper comm"),
+    ("one idea each", "plan join reduce rng context workers group follow graphs links wrapper"),
     ("ideas made of these", "split merge norm alias"),
     ("the module as a slot sees it", "replica"),
     ("all of its replicas", "replicas"),

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from samestep import DataParallel
 from samestep.engine import SerialEngine, ThreadEngine
 from samestep.functional import make_runner
-from samestep.stitch import ShardGraphs, make_edge, stitch
+from samestep.graphs import make_edge
+from samestep.stitch import ShardGraphs, stitch
 
 CPU = torch.device("cpu")
 

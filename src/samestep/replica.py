@@ -154,6 +154,10 @@ class Replica:
         """Sort the links by what must be asked of them at every call. Again when tensors
         changed."""
         self._set_clocks()
+        self._has_hooks = any(
+            module._forward_hooks or module._forward_pre_hooks
+            for _, module in self.follower.modules
+        )
         self.aliases = [link for link in self.links.values() if link.is_alias]
         self.copies = [link for link in self.links.values() if not link.is_alias]
         self._alias_tensors = [link.copy for link in self.aliases]
@@ -192,6 +196,10 @@ class Replica:
         return [
             link for link in self.aliases if link.copy.requires_grad != link.source.requires_grad
         ]
+
+    def has_hooks(self) -> bool:
+        """Whether a hook of the user's saw what the forward computed, and may have kept it."""
+        return self._has_hooks or bool(nn.modules.module._global_forward_hooks)
 
     def has_gradients(self) -> bool:
         """Whether the forward called ``backward()`` itself."""

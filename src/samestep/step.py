@@ -21,11 +21,12 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
 from samestep.errors import MergeError
+from samestep.graphs import make_edge
 from samestep.reduce import tree_sum
 from samestep.replica import BringHome, Replica
 from samestep.runner import Runner
 from samestep.state import Changes, collect
-from samestep.stitch import ShardGraphs, make_edge, stitch
+from samestep.stitch import ShardGraphs, stitch
 from samestep.tree import map_leaves
 
 __all__ = ["map_tensors", "run_shards"]
@@ -232,6 +233,7 @@ def _tie(
         local=leaves,
         outputs=[[make_edge(tensor) for tensor in row.values()] for row in found],
         partials=[[] for _ in found],
+        is_shared=replicas[0].has_hooks(),
     )
     if not sources and not any(local):
         return trees  # whatever requires grad was made inside: its graph ends there

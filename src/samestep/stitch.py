@@ -30,9 +30,10 @@ Must not: know modules or batches.
 What is kept of a shard's graph are edges into it (a node and an output number), not output tensors:
 those would hold memory that the user has let go. Inside backward, torch tells whether the caller
 keeps the graph (``retain_graph``). If not, the shards' backwards free what they walk, as torch
-does, and walking it again is torch's own error. A graph that was differentiated with
-``create_graph`` is shared by two stitches: freeing it through one would break the other, so such a
-graph is never freed piecemeal; each stitch drops its references and memory follows.
+does, and walking it again is torch's own error. A graph may be shared: by two stitches, once it was
+differentiated with ``create_graph``; with the caller's own graph, where a hook may have let a
+tensor out. Freeing it through one would break the other, so a shared graph is never freed
+piecemeal; a stitch drops the edges that it has used, and memory follows.
 
 [Note: two ways to differentiate]
 Each shard computes just the gradients that were asked for, as ``autograd.grad`` does. Re-entrant
@@ -42,35 +43,33 @@ checkpointing refuses to run inside that: graphs with such a node accumulate int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from samestep.errors import note_shard
+from samestep.graphs import (
+    Edge,
+    accumulate,
+    differentiate,
+    find_needed,
+    has_reentrant_checkpoint,
+    is_plain_backward,
+    make_edge,
+    nodes_of,
+    put_after,
+)
 from samestep.reduce import TreeSum, sum_lists
 from samestep.runner import Runner
 
-__all__ = ["Edge", "ShardGraphs", "make_edge", "stitch"]
+__all__ = ["ShardGraphs", "stitch"]
 
 Tensors = list[Tensor]
 MaybeTensors = list[Tensor | None]
-
-
-class Edge(NamedTuple):
-    """Where a tensor enters a shard's graph, and its device."""
-
-    into: GradientEdge
-    device: torch.device
-
-
-def make_edge(tensor: Tensor) -> Edge:
-    """Return the edge of a tensor that requires grad."""
-    return Edge(get_gradient_edge(tensor), tensor.device)
 
 
 @dataclass
@@ -83,13 +82,15 @@ class ShardGraphs:
         local: per shard, the leaves that stand for L inputs.
         outputs: per shard, the L outputs.
         partials: per shard, the parts of P outputs (same length; None where a shard has no part).
-        is_shared: see [Note: who keeps a graph].
+            An edge, here and there, is None once it was used and the graph was not kept.
+        is_shared: another stitch, or the caller's own graph, may walk these graphs too: see
+            [Note: who keeps a graph].
     """
 
     runner: Runner
     replicated: list[Tensors]
     local: list[Tensors]
-    outputs: list[list[Edge]]
+    outputs: list[list[Edge | None]]
     partials: list[list[Edge | None]]
     is_shared: bool = False
 
@@ -109,6 +110,10 @@ def stitch(
         Per shard, tensors equal to ``values`` that are part of the caller's graph.
     """
     flat = _apply(graphs, list(chain.from_iterable(values)), [*replicated, *chain(*local)])
+    if graphs.is_shared and flat[0] is not None:
+        # Where the caller's own graph reaches into the shards', the engine frees what it walks, and
+        # the stitch would come too late.
+        put_after(nodes_of(chain(*graphs.outputs)), flat[0].grad_fn)
     return _unflatten(flat, [len(row) for row in values])
 
 
@@ -138,17 +143,15 @@ class _Stitch(torch.autograd.Function):
             return nothing
         graphs: ShardGraphs | None = ctx.graphs
         if graphs is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time, but the shards' graphs have "
-                "been freed already; pass retain_graph=True to the first backward"
-            )
-        step = _Backward(graphs, ctx.inputs, gradients, _find_needed(ctx.next_functions))
+            raise RuntimeError(_MSG_FREED)
+        step = _Backward(graphs, ctx.inputs, gradients, find_needed(ctx.next_functions))
         if torch.is_grad_enabled():
             return (None, None, *step.run_differentiable())
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if graphs.is_shared and not is_kept:
+        found = step.run(is_kept=is_kept or graphs.is_shared)
+        if graphs.is_shared and not is_kept and step.drop_used():
             ctx.graphs = ctx.inputs = None
-        return (None, None, *step.run(is_kept=is_kept or graphs.is_shared))
+        return (None, None, *found)
 
 
 class _Backward:
@@ -185,13 +188,13 @@ class _Backward:
     def run(self, *, is_kept: bool) -> MaybeTensors:
         """Gradients of the node's inputs, not differentiable."""
         sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists)
-        differentiate = _accumulate if self._must_accumulate() else _differentiate
+        run = accumulate if self._must_accumulate() else differentiate
         cut = sum(self.needed_replicated)
 
         def backward(k: int) -> Callable[[], MaybeTensors]:
             def work() -> MaybeTensors:
                 edges, gradients = self._arriving(k, self.local_gradients[k], self.sum_gradients)
-                found = differentiate(edges, gradients, self._wanted(k), is_kept)
+                found = run(edges, gradients, self._wanted(k), is_kept)
                 sums.add(k, self._to_home(found[:cut]))
                 return found[cut:]
 
@@ -221,7 +224,7 @@ class _Backward:
         def backward(k: int) -> Callable[[], MaybeTensors]:
             def work() -> MaybeTensors:
                 edges, gradients = self._arriving(k, gradient_leaves[k], sum_leaves[k])
-                found = _differentiate(edges, gradients, self._wanted(k), True, True)
+                found = differentiate(edges, gradients, self._wanted(k), True, True)
                 return self._to_home(found[:cut]) + found[cut:]
 
             return work
@@ -262,12 +265,24 @@ class _Backward:
         local = [[next(flat) if _is_recorded(g) else g for g in row[cut:]] for row in found]
         return self._spread(list(flat), local)
 
+    def drop_used(self) -> bool:
+        """Let go of the edges that a gradient came by; whether none are left."""
+        for row, gradients in zip(self.graphs.outputs, self.local_gradients, strict=True):
+            used = zip(row, gradients, strict=True)
+            row[:] = [edge if gradient is None else None for edge, gradient in used]
+        for row in self.graphs.partials:
+            row[:] = [
+                e if g is None else None for e, g in zip(row, self.sum_gradients, strict=True)
+            ]
+        rows = chain(self.graphs.outputs, self.graphs.partials)
+        return not any(edge for row in rows for edge in row)
+
     def _must_accumulate(self) -> bool:
         """See [Note: two ways to differentiate]."""
-        if not _is_plain_backward():
+        if not is_plain_backward():
             return False
         # The shards' graphs are alike: one forward made them.
-        return _has_reentrant_checkpoint(edge.into.node for edge in self.graphs.outputs[0])
+        return has_reentrant_checkpoint(nodes_of(self.graphs.outputs[0]))
 
     # -- One shard ---------------------------------------------------------------------------
 
@@ -283,10 +298,13 @@ class _Backward:
         self, k: int, local: Sequence[Tensor | None], sums: Sequence[Tensor | None]
     ) -> tuple[list[Edge], Tensors]:
         """Where gradients enter shard k's graph, and the gradients, on the shard's device."""
+        outputs = self.graphs.outputs[k]
+        if any(e is None and g is not None for e, g in zip(outputs, local, strict=True)):
+            raise RuntimeError(_MSG_FREED)
         pairs = [
             (edge, gradient.to(edge.device))
             for edge, gradient in chain(
-                zip(self.graphs.outputs[k], local, strict=True),
+                zip(outputs, local, strict=True),
                 zip(self.graphs.partials[k], sums, strict=True),
             )
             if edge is not None and gradient is not None
@@ -329,6 +347,10 @@ class _Backward:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_MSG_FREED = (
+    "Trying to backward through the graph a second time, but the shards' graphs have been freed "
+    "already; pass retain_graph=True to the first backward"
+)
 _MSG_SIDE_DOOR = """\
 Did a tensor leave forward by another way than its output, such as a hook that appends to a list?
     hook: features.append(output)
@@ -336,94 +358,6 @@ Did a tensor leave forward by another way than its output, such as a hook that a
     twice
 Return it from forward, store it on the module, or keep the graph:
     (model(x).sum() + features[0].sum()).backward(retain_graph=True)"""
-
-
-def _find_needed(next_functions: Sequence[tuple[Any, int]]) -> list[bool]:
-    """Per input of the node that runs now, whether its gradient goes anywhere."""
-    if _is_plain_backward():  # everything is wanted
-        return [node is not None for node, _ in next_functions]
-    return [node is not None and _will_run(node) for node, _ in next_functions]
-
-
-def _is_plain_backward() -> bool:
-    """Whether the caller called ``backward()`` without naming inputs (torch's word for it
-    differs)."""
-    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]  # torch's
-
-
-def _has_reentrant_checkpoint(nodes: Iterable[Any]) -> bool:
-    """Whether ``torch.utils.checkpoint(use_reentrant=True)`` left a node in a graph."""
-    stack = list(nodes)
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return False
-
-
-def _will_run(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True  # torch refuses to say so of the very leaves that autograd.grad asks for
-
-
-def _differentiate(
-    edges: Sequence[Edge],
-    gradients: Tensors,
-    leaves: Tensors,
-    keep_graph: bool,
-    create_graph: bool = False,
-) -> MaybeTensors:
-    """``torch.autograd.grad``, past its check for function modes.
-
-    ``torch.autograd.grad`` hands itself to an active function mode, which then is off for as long
-    as it runs; but activation checkpointing runs forwards inside, and their random functions must
-    still find the shard's stream.
-    """
-    if not edges or not leaves:
-        return [None] * len(leaves)
-    return list(
-        torch.autograd.graph._engine_run_backward(
-            tuple(edge.into for edge in edges),
-            tuple(gradients),
-            keep_graph,
-            create_graph,
-            tuple(leaves),
-            allow_unreachable=True,
-            accumulate_grad=False,
-        )
-    )
-
-
-def _accumulate(
-    edges: Sequence[Edge], gradients: Tensors, leaves: Tensors, keep_graph: bool
-) -> MaybeTensors:
-    """``torch.autograd.backward``; the leaves' gradients are taken and put back as they were."""
-    if not edges:
-        return [None] * len(leaves)
-    before = [leaf.grad for leaf in leaves]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        torch.autograd.graph._engine_run_backward(
-            tuple(edge.into for edge in edges),
-            tuple(gradients),
-            keep_graph,
-            False,
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-        return [leaf.grad for leaf in leaves]
-    finally:
-        for leaf, gradient in zip(leaves, before, strict=True):
-            leaf.grad = gradient
 
 
 def _is_recorded(tensor: Tensor | None) -> bool:

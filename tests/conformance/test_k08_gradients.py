@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from compare import assert_same_state, check_same, rows, twin
+from compare import assert_close, assert_same_state, check_same, rows, twin
 from reports import beyond, report
 from torch import nn
 
@@ -319,3 +319,49 @@ def test_a_forward_that_freezes_a_parameter():
     check_same(module, rows(7, 3, grad=True), num_calls=2)
     assert module.first.weight.grad is None
     assert not module.first.weight.requires_grad
+
+
+def use_parameters_of_others(how):
+    """A module that uses, in forward, a parameter that is not a replica's; and that parameter."""
+    outside, scale = nn.Linear(2, 2).double(), nn.Parameter(rows(2))
+
+    class Using(Net):
+        def forward(self, x):
+            y = super().forward(x)
+            return {"module": outside, "parameter": lambda y: y * scale}.get(how, lambda y: y)(y)
+
+    module = Using()
+    watched = {"module": outside.weight, "parameter": scale, "own": module.first.weight}[how]
+    if how == "own":
+        # The hook's closure holds the source module's own tensor, which no replica has.
+        module.register_forward_hook(lambda layer, args, output: output * watched.sum())
+    return module, watched
+
+
+@beyond("K08")
+@pytest.mark.parametrize("how", ["module", "parameter", "own"])
+def test_parameters_of_others_used_in_forward_get_their_gradients(how):
+    module, watched = use_parameters_of_others(how)
+    x = rows(7, 3, grad=True)
+    found = []
+    for net in (DataParallel(module, replicas=3), module):
+        for _ in range(2):
+            net(x).square().sum().backward()
+        found.append((watched.grad, module.second.weight.grad, x.grad))
+        watched.grad = x.grad = None
+        module.zero_grad()
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
+
+
+@beyond("K08")
+@pytest.mark.parametrize("how", ["module", "parameter", "own"])
+def test_parameters_of_others_used_in_forward_can_be_differentiated_for(how):
+    module, watched = use_parameters_of_others(how)
+    x = rows(7, 3, grad=True)
+    found = [
+        torch.autograd.grad(net(x).square().sum(), [watched, x])
+        for net in (DataParallel(module, replicas=3), module)
+    ]
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)

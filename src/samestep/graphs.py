@@ -1,0 +1,153 @@
+"""What is done to an autograd graph through its nodes: entering, differentiating, walking.
+
+What it holds: :class:`Edge` and the functions that ask torch's engine, or a graph itself, for what
+the public functions of ``torch.autograd`` do not give. Why apart: each leans on an interface of
+torch that is not documented; here they are together, each with its reason.
+Must not: know shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__ = [
+    "Edge",
+    "accumulate",
+    "differentiate",
+    "find_needed",
+    "has_reentrant_checkpoint",
+    "is_plain_backward",
+    "make_edge",
+    "nodes_of",
+    "put_after",
+]
+
+
+class Edge(NamedTuple):
+    """Where a tensor enters a shard's graph, and its device."""
+
+    into: GradientEdge
+    device: torch.device
+
+
+def make_edge(tensor: Tensor) -> Edge:
+    """Return the edge of a tensor that requires grad."""
+    return Edge(get_gradient_edge(tensor), tensor.device)
+
+
+def nodes_of(edges: Iterable[Edge | None]) -> list[Any]:
+    """The nodes that the edges lead to."""
+    return [edge.into.node for edge in edges if edge is not None]
+
+
+def find_needed(next_functions: Sequence[tuple[Any, int]]) -> list[bool]:
+    """Per input of the node that runs now, whether its gradient goes anywhere."""
+    if is_plain_backward():  # everything is wanted
+        return [node is not None for node, _ in next_functions]
+    return [node is not None and _will_run(node) for node, _ in next_functions]
+
+
+def is_plain_backward() -> bool:
+    """Whether the caller called ``backward()`` without naming inputs (torch's word for it
+    differs)."""
+    return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]  # torch's
+
+
+def has_reentrant_checkpoint(nodes: Iterable[Any]) -> bool:
+    """Whether ``torch.utils.checkpoint(use_reentrant=True)`` left a node in a graph."""
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _walk(nodes))
+
+
+def put_after(nodes: Iterable[Any], first: Any) -> None:
+    """Make torch's engine run ``first`` before any node of the graph behind ``nodes``.
+
+    Of the nodes that can run, the engine takes the one made last; worker threads count for
+    themselves, so their nodes may seem later than they are.
+    """
+    limit = first._sequence_nr()
+    for node in _walk(nodes):
+        if not hasattr(node, "variable") and node._sequence_nr() >= limit:
+            node._set_sequence_nr(max(limit - 1, 0))
+
+
+def differentiate(
+    edges: Sequence[Edge],
+    gradients: list[Tensor],
+    leaves: list[Tensor],
+    keep_graph: bool,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """``torch.autograd.grad``, past its check for function modes.
+
+    ``torch.autograd.grad`` hands itself to an active function mode, which then is off for as long
+    as it runs; but activation checkpointing runs forwards inside, and their random functions must
+    still find the shard's stream.
+    """
+    if not edges or not leaves:
+        return [None] * len(leaves)
+    return list(
+        torch.autograd.graph._engine_run_backward(
+            tuple(edge.into for edge in edges),
+            tuple(gradients),
+            keep_graph,
+            create_graph,
+            tuple(leaves),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+    )
+
+
+def accumulate(
+    edges: Sequence[Edge], gradients: list[Tensor], leaves: list[Tensor], keep_graph: bool
+) -> list[Tensor | None]:
+    """``torch.autograd.backward``; the leaves' gradients are taken and put back as they were."""
+    if not edges:
+        return [None] * len(leaves)
+    before = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.graph._engine_run_backward(
+            tuple(edge.into for edge in edges),
+            tuple(gradients),
+            keep_graph,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        return [leaf.grad for leaf in leaves]
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _walk(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Every node of the graph behind ``nodes``."""
+    stack = list(dict.fromkeys(nodes))
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True  # torch refuses to say so of the very leaves that autograd.grad asks for
