@@ -15,7 +15,6 @@ Must not: know what a job does.
 from __future__ import annotations
 
 import abc
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -55,16 +54,15 @@ class Job:
 
     def __call__(self) -> Any:
         """Run in this thread."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(use_shard(self.shard))
+        with use_shard(self.shard):
             if self.drawing == "swap":
-                stack.enter_context(self.stream.swapped_in())
-            else:
-                is_intercepted = self.drawing == "intercept"
-                stack.enter_context(use_stream(self.stream, intercept=is_intercepted))
-                if is_intercepted and self.shard.device.type not in ("cpu", "meta"):
-                    stack.enter_context(self.stream.seeded(self.shard.device))
-            return self.function()
+                with self.stream.swapped_in():
+                    return self.function()
+            with use_stream(self.stream, intercept=self.drawing == "intercept"):
+                if self.shard.device.type in ("cpu", "meta"):
+                    return self.function()
+                with self.stream.seeded(self.shard.device):
+                    return self.function()
 
 
 @dataclass

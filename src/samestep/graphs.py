@@ -17,14 +17,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = [
     "Edge",
+    "Survey",
     "accumulate",
     "differentiate",
     "find_needed",
-    "has_reentrant_checkpoint",
     "is_plain_backward",
     "make_edge",
     "nodes_of",
     "put_after",
+    "survey",
 ]
 
 
@@ -58,9 +59,23 @@ def is_plain_backward() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]  # torch's
 
 
-def has_reentrant_checkpoint(nodes: Iterable[Any]) -> bool:
-    """Whether ``torch.utils.checkpoint(use_reentrant=True)`` left a node in a graph."""
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _walk(nodes))
+class Survey(NamedTuple):
+    """What a graph ends in, and whether re-entrant checkpointing left a node in it."""
+
+    leaves: dict[int, Tensor]  # by id, in the order found
+    is_reentrant: bool
+
+
+def survey(edges: Iterable[Edge]) -> Survey:
+    """Look at every node of the graph behind ``edges``."""
+    leaves: dict[int, Tensor] = {}
+    is_reentrant = False
+    for node in _walk(nodes_of(edges)):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves[id(leaf)] = leaf
+        is_reentrant = is_reentrant or type(node).__name__ == "CheckpointFunctionBackward"
+    return Survey(leaves, is_reentrant)
 
 
 def put_after(nodes: Iterable[Any], first: Any) -> None:

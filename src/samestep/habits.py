@@ -126,6 +126,7 @@ class Trial:
         if written or changes.is_structural or (is_first and changes.is_flagged):
             # It initialises itself from the batch it sees, or adds a part that all shards share.
             self.undo()
+            self._habits._replicas.clear()  # the whole batch will write what no version tells of
             self._habits._probed(written, self._mode)
             return Verdict.WHOLE
         if self._can_watch and self._watch.has_moved(self.draws) and self.drawing != "swap":

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from samestep.context import current_shard, must_run_plainly, use_num_threads
 from samestep.devices import Device, Slot, is_serial_forced, plan_slots, resolve_device
@@ -174,6 +175,8 @@ class DataParallel(Wrapper):
         if self._samestep_is_single:
             args, kwargs = self._to_slot(args, kwargs)
             return self.module(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _run_uncompiled(self, args, kwargs)
         return self._run(None, args, kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -409,6 +412,12 @@ def _check_options(
         raise ValueError(f"threads_per_replica must be at least 1, got {num_threads}")
     if not isinstance(sync, bool):
         raise TypeError(f"sync_batch_norm must be True or False, got {sync!r}")
+
+
+@_disable_dynamo  # imports the compiler at the first call: only while it is at work anyway
+def _run_uncompiled(model: DataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Break the graph of a compiled caller here: threads and locks are nothing to compile."""
+    return model._run(None, args, kwargs)
 
 
 def _prepare(replica: Replica, sync: bool) -> None:

@@ -149,8 +149,7 @@ class Stream:
             generator.set_state(before)
 
 
-@contextlib.contextmanager
-def use_stream(stream: Stream, *, intercept: bool) -> Iterator[None]:
+class use_stream:
     """Make ``stream`` the one that random functions in this thread draw from.
 
     Args:
@@ -158,16 +157,23 @@ def use_stream(stream: Stream, *, intercept: bool) -> Iterator[None]:
         intercept: False: only torch's state functions see the stream (see [Note: thread-aware
             state]); for models that were seen to draw nothing.
     """
-    _install()
-    before, _current.stream = _current.stream, stream
-    try:
-        if intercept:
-            with _StreamMode(stream):
-                yield
-        else:
-            yield
-    finally:
-        _current.stream = before
+
+    __slots__ = ("_before", "_mode", "_stream")
+
+    def __init__(self, stream: Stream, *, intercept: bool) -> None:
+        self._stream = stream
+        self._mode = _StreamMode(stream) if intercept else None
+
+    def __enter__(self) -> None:
+        _install()
+        self._before, _current.stream = _current.stream, self._stream
+        if self._mode is not None:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+    def __exit__(self, *error: Any) -> None:
+        _current.stream = self._before
+        if self._mode is not None:
+            self._mode.__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
 
 
 class Watch:

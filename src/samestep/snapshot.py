@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Cell", "Snapshot", "fill", "set_entry"]
+__all__ = ["Cell", "Snapshot", "fill", "key_text", "set_entry", "show_path"]
 
 Cell = Any
 
@@ -111,6 +111,14 @@ def fill(target: Cell, source: Cell, copy: Callable[[Any, str], Any]) -> None:
 def key_text(key: Any) -> str:
     """How a path shows an entry."""
     return f".{key}" if isinstance(key, str) else f"[{key!r}]"
+
+
+def show_path(path: str) -> str:
+    """Return the user's name of what lies at ``path``, without torch's inner dictionaries."""
+    for inner in ("._modules", "._buffers", "._parameters"):
+        path = path.replace(inner + ".", ".")
+        path = path.removesuffix(inner)
+    return path.lstrip(".")
 
 
 def set_entry(cell: dict[Any, Any], key: Any, value: Any) -> None:

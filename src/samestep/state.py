@@ -35,7 +35,7 @@ from samestep.links import Link
 from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
 from samestep.replica import Replica
-from samestep.snapshot import set_entry
+from samestep.snapshot import set_entry, show_path
 from samestep.tree import iter_leaves
 
 __all__ = ["BUFFER_RULES", "Changes", "StateWriter", "check_buffers", "collect"]
@@ -199,7 +199,7 @@ class StateWriter:
     def _rule(self, path: str) -> str:
         if isinstance(self._buffers, str):
             return self._buffers
-        return self._buffers.get(_name(path), "merge")
+        return self._buffers.get(show_path(path), "merge")
 
     def _decide(self, entry: Entry, rows: Sequence[int]) -> Any:
         first = entry.values[0]
@@ -245,13 +245,13 @@ class StateWriter:
             return tree_sum([v * (r / total) for v, r in zip(values, rows, strict=True)])
         shown = ", ".join(_show(value) for value in values)
         raise MergeError(
-            f"buffer {_name(path)!r} differs between the shards and cannot be averaged "
-            f"({shown}); say what it is: buffers={{{_name(path)!r}: 'sum'}} for a count, or "
+            f"buffer {show_path(path)!r} differs between the shards and cannot be averaged "
+            f"({shown}); say what it is: buffers={{{show_path(path)!r}: 'sum'}} for a count, or "
             f"'first', 'max', 'min'"
         )
 
     def _warn(self, entry: Entry, reason: str) -> Any:
-        name = _name(entry.path if entry.key is None else f"{entry.path}.{entry.key}")
+        name = show_path(entry.path if entry.key is None else f"{entry.path}.{entry.key}")
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(
@@ -398,11 +398,3 @@ def _are_equal_values(values: Sequence[Any]) -> bool:
 
 def _show(value: Tensor) -> str:
     return str(value.item()) if value.numel() == 1 else f"{tuple(value.shape)}"
-
-
-def _name(path: str) -> str:
-    """The user's name of what lies at ``path``: without the dictionaries that torch keeps it in."""
-    for inner in ("._modules", "._buffers", "._parameters"):
-        path = path.replace(inner + ".", ".")
-        path = path.removesuffix(inner)
-    return path.lstrip(".")

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
 from samestep.errors import MergeError
-from samestep.graphs import make_edge
+from samestep.graphs import Survey, make_edge, survey
 from samestep.reduce import tree_sum
 from samestep.replica import BringHome, Replica
 from samestep.runner import Runner
@@ -226,15 +226,24 @@ def _tie(
         map_tensors(_note(outputs, own), tree)
     if not any(found):
         return trees
-    sources = _find_sources(replicas, found, leaves, local)
+    edges = [[make_edge(tensor) for tensor in row.values()] for row in found]
+    surveys = [survey(row) for row in edges]
+    sources = _find_sources(replicas, surveys, leaves, local)
+    replicated = [[replica.links[id(s)].copy for s in sources] for replica in replicas]
+    # Parameters from outside of the module, which forward reached by a global variable or a
+    # closure: the shards' graphs end in the user's own tensors.
+    foreign = _find_foreign(surveys, [*replicated, *leaves])
     graphs = ShardGraphs(
         runner=runner,
-        replicated=[[replica.links[id(s)].copy for s in sources] for replica in replicas],
+        replicated=[[*row, *foreign] for row in replicated],
         local=leaves,
-        outputs=[[make_edge(tensor) for tensor in row.values()] for row in found],
+        outputs=[list(row) for row in edges],
         partials=[[] for _ in found],
         is_shared=replicas[0].has_hooks(),
+        is_reentrant=any(one.is_reentrant for one in surveys),
+        turns=threading.Lock() if foreign else contextlib.nullcontext(),
     )
+    sources += foreign
     if not sources and not any(local):
         return trees  # whatever requires grad was made inside: its graph ends there
     tied = stitch(graphs, [list(row.values()) for row in found], sources, local)
@@ -250,7 +259,7 @@ def _look_up(table: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
 
 def _find_sources(
     replicas: Sequence[Replica],
-    outputs: Sequence[dict[int, Tensor]],
+    surveys: Sequence[Survey],
     leaves: list[list[Tensor]],
     local: list[list[Tensor]],
 ) -> list[Tensor]:
@@ -265,17 +274,15 @@ def _find_sources(
     ]
     if all(link.source.grad_fn is None and link.rows is None for link in links):
         return [link.source for link in links]
-    # A tensor attribute with a history of its own, such as the weight that an old-style weight norm
-    # leaves behind. If no shard used it, it must stay out: torch would walk through that history,
-    # perhaps freed long ago, even with no gradient to bring.
-    used: set[int] = set()
-    for row in outputs:
-        used |= _find_leaves(row.values())
     sources = []
     for key in [id(link.source) for link in links]:
         parts = [replica.links[key] for replica in replicas]
         source = parts[0].source
-        if source.grad_fn is not None and not any(id(part.copy) in used for part in parts):
+        # A tensor attribute with a history of its own, such as the weight that an old-style weight
+        # norm leaves behind. If no shard used it, it must stay out: torch would walk through that
+        # history, perhaps freed long ago, even with no gradient to bring.
+        is_used = any(id(p.copy) in one.leaves for p, one in zip(parts, surveys, strict=True))
+        if source.grad_fn is not None and not is_used:
             continue
         if parts[0].rows is None:
             sources.append(source)
@@ -287,20 +294,15 @@ def _find_sources(
     return sources
 
 
-def _find_leaves(outputs: Iterable[Tensor]) -> set[int]:
-    """Ids of the leaves that the graph of ``outputs`` ends in."""
-    leaves = {id(tensor) for tensor in outputs if tensor.grad_fn is None}
-    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return leaves
+def _find_foreign(surveys: Sequence[Survey], known: Iterable[Iterable[Tensor]]) -> list[Tensor]:
+    """Leaves of the shards' graphs that are not the replicas' and not the batch's."""
+    found: dict[int, Tensor] = {}
+    for one in surveys:
+        found.update(one.leaves)
+    for row in known:
+        for leaf in row:
+            found.pop(id(leaf), None)
+    return list(found.values())
 
 
 def _note(outputs: dict[int, Tensor], own: Container[int]) -> Callable[[Tensor], Tensor]:

@@ -43,8 +43,9 @@ checkpointing refuses to run inside that: graphs with such a node accumulate int
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -57,7 +58,6 @@ from samestep.graphs import (
     accumulate,
     differentiate,
     find_needed,
-    has_reentrant_checkpoint,
     is_plain_backward,
     make_edge,
     nodes_of,
@@ -85,6 +85,8 @@ class ShardGraphs:
             An edge, here and there, is None once it was used and the graph was not kept.
         is_shared: another stitch, or the caller's own graph, may walk these graphs too: see
             [Note: who keeps a graph].
+        is_reentrant: see [Note: two ways to differentiate].
+        turns: held while a shard's graph accumulates into leaves that other shards have too.
     """
 
     runner: Runner
@@ -93,6 +95,8 @@ class ShardGraphs:
     outputs: list[list[Edge | None]]
     partials: list[list[Edge | None]]
     is_shared: bool = False
+    is_reentrant: bool = False
+    turns: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
 
 
 def stitch(
@@ -188,13 +192,18 @@ class _Backward:
     def run(self, *, is_kept: bool) -> MaybeTensors:
         """Gradients of the node's inputs, not differentiable."""
         sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists)
-        run = accumulate if self._must_accumulate() else differentiate
+        # Re-entrant checkpointing refuses to run inside autograd.grad (and for the user's own
+        # autograd.grad it must refuse).
+        is_plain = self.graphs.is_reentrant and is_plain_backward()
+        run = accumulate if is_plain else differentiate
         cut = sum(self.needed_replicated)
+        turns = self.graphs.turns
 
         def backward(k: int) -> Callable[[], MaybeTensors]:
             def work() -> MaybeTensors:
                 edges, gradients = self._arriving(k, self.local_gradients[k], self.sum_gradients)
-                found = run(edges, gradients, self._wanted(k), is_kept)
+                with turns if is_plain else contextlib.nullcontext():
+                    found = run(edges, gradients, self._wanted(k), is_kept)
                 sums.add(k, self._to_home(found[:cut]))
                 return found[cut:]
 
@@ -276,13 +285,6 @@ class _Backward:
             ]
         rows = chain(self.graphs.outputs, self.graphs.partials)
         return not any(edge for row in rows for edge in row)
-
-    def _must_accumulate(self) -> bool:
-        """See [Note: two ways to differentiate]."""
-        if not is_plain_backward():
-            return False
-        # The shards' graphs are alike: one forward made them.
-        return has_reentrant_checkpoint(nodes_of(self.graphs.outputs[0]))
 
     # -- One shard ---------------------------------------------------------------------------
 

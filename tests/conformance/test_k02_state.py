@@ -137,20 +137,20 @@ class ActNorm(nn.Module):
 
     def __init__(self, flag):
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.zeros(3, dtype=torch.float64))
         if flag == "buffer":
-            self.register_buffer("init", torch.zeros((), dtype=torch.uint8))
+            self.register_buffer("is_ready", torch.zeros((), dtype=torch.uint8))
         else:
-            self.init = False
+            self.is_ready = False
 
     def forward(self, x):
-        if not self.init:
-            self.w.data.copy_(x.mean(0))
-            if isinstance(self.init, torch.Tensor):
-                self.init.fill_(1)
+        if not self.is_ready:
+            self.shift.data.copy_(x.mean(0))
+            if isinstance(self.is_ready, torch.Tensor):
+                self.is_ready.fill_(1)
             else:
-                self.init = True
-        return x - self.w
+                self.is_ready = True
+        return x - self.shift
 
 
 @report("P11", "rosinality/glow-pytorch#2", "taesungp/contrastive-unpaired-translation#21")
@@ -158,7 +158,7 @@ class ActNorm(nn.Module):
 def test_initialisation_from_the_first_batch_sees_the_whole_batch(flag):
     module = ActNorm(flag)
     check_same(module, rows(7, 3), num_calls=2)
-    assert module.init
+    assert module.is_ready
 
 
 @report("P11", "rosinality/glow-pytorch#2", "taesungp/contrastive-unpaired-translation#21")

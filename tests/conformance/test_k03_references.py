@@ -44,13 +44,13 @@ def test_a_lambda_over_self_uses_the_replica():
     class Closed(Base):
         def __init__(self):
             super().__init__()
-            self.f = lambda x: self.fc(x)
+            self.first = lambda rows_: self.fc(rows_)
             self.owner = lambda: self
             self.g = lambda x, layer=self.fc: layer(x)
 
         def forward(self, x):
             assert self.owner() is self
-            return self.f(x) + self.g(x)
+            return self.first(x) + self.g(x)
 
     module, plain = pair(Closed)
     check_same(module, rows(7, 3), plain=plain)
@@ -76,13 +76,13 @@ def test_a_list_beside_add_module_holds_the_replicas_children():
             super().__init__()
             self.layers = [nn.Linear(3, 3).double(), nn.Linear(3, 3).double()]
             self.table = {"first": self.layers[0], "pair": (self.layers[1], 5)}
-            self.add_module("l0", self.layers[0])
-            self.add_module("l1", self.layers[1])
+            self.add_module("one", self.layers[0])
+            self.add_module("two", self.layers[1])
 
         def forward(self, x):
-            assert self.layers[0] is self.l0
-            assert self.table["first"] is self.l0
-            assert self.table["pair"][0] is self.l1
+            assert self.one is self.layers[0]
+            assert self.table["first"] is self.one
+            assert self.table["pair"][0] is self.two
             return self.table["pair"][0](self.layers[0](x))
 
     check_same(Listed(), rows(7, 3))

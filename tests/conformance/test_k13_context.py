@@ -356,3 +356,26 @@ def test_draws_in_backward_are_reproducible():
     assert not torch.equal(gradients[0][:2], gradients[0][2:4])
     for gradient in gradients[1:]:
         assert torch.equal(gradient, gradients[0])
+
+
+@beyond("K13")
+def test_gradients_that_forward_enables_for_itself_under_no_grad_end_with_it():
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 1).double()
+
+        def forward(self, x):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                energy = self.fc(x).square()
+                (force,) = torch.autograd.grad(energy.sum(), x)
+            return energy, -force
+
+    module = Forces()
+    x = rows(7, 3)
+    with torch.no_grad():
+        (energy, force), expected = DataParallel(module, replicas=3)(x), module(x)
+    torch.testing.assert_close(energy, expected[0].detach())
+    torch.testing.assert_close(force, expected[1])
+    assert not energy.requires_grad

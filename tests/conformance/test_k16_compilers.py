@@ -32,6 +32,7 @@ def make_net():
 
 
 @report("P104", "pytorch/pytorch#94636", "pytorch/pytorch#101605", "pytorch/pytorch#136833")
+@pytest.mark.slow
 def test_compile_then_wrap():
     net = make_net()
     plain = twin(net)
@@ -227,6 +228,7 @@ def test_lazy_modules_get_their_shape_from_the_first_batch():
 
 
 @beyond("K16")
+@pytest.mark.slow
 def test_compiled_with_a_graph_break_and_new_shapes_from_several_shards():
     class Breaking(nn.Module):
         def __init__(self):

@@ -84,6 +84,7 @@ def test_no_tensor_stays_alive_after_a_call(is_training):
 
 
 @report("P120", "pytorch/pytorch#4865")
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_collector")
 def test_a_failed_call_and_a_dropped_wrapper_keep_nothing():
     class Failing(nn.Module):
@@ -115,6 +116,7 @@ def test_a_failed_call_and_a_dropped_wrapper_keep_nothing():
 
 
 @report("P121", "pytorch/pytorch#46753")
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_collector")
 def test_a_thousand_calls_with_changing_shapes_leave_memory_and_threads_flat():
     model = DataParallel(make_net(), replicas=3)
