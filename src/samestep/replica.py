@@ -162,6 +162,8 @@ class Replica:
         self.copies = [link for link in self.links.values() if not link.is_alias]
         self._alias_tensors = [link.copy for link in self.aliases]
         self._addresses = list(map(get_address, self._alias_tensors))
+        parameters = [link for link in self.copies if isinstance(link.source, nn.Parameter)]
+        self._trained = self.aliases + parameters
         # Inference tensors have no versions; then nothing can be said about them.
         self._counted = [link for link in self.aliases if not link.copy.is_inference()]
         self._versions = [link.copy._version for link in self._counted]
@@ -171,7 +173,7 @@ class Replica:
         for record in self.norms:
             record.calls.clear()
         self._versions = [link.copy._version for link in self._counted]
-        self._required = [tensor.requires_grad for tensor in self._alias_tensors]
+        self._required = [link.copy.requires_grad for link in self._trained]
 
     def find_written(self) -> list[Link]:
         """Links whose copy the forward wrote, or gave other memory (``parameter.data = ...``)."""
@@ -190,11 +192,10 @@ class Replica:
 
     def find_switched(self) -> list[Link]:
         """Links whose ``requires_grad`` the forward switched."""
-        now = [tensor.requires_grad for tensor in self._alias_tensors]
-        if now == self._required:
+        if [link.copy.requires_grad for link in self._trained] == self._required:
             return []
         return [
-            link for link in self.aliases if link.copy.requires_grad != link.source.requires_grad
+            link for link in self._trained if link.copy.requires_grad != link.source.requires_grad
         ]
 
     def has_hooks(self) -> bool:
