@@ -55,6 +55,7 @@ fast: $(STAMP)
 
 slow: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "$(REST)"
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m "$(FAST)" --copies tests/conformance
 
 # The current folder is build/, so that nothing but the wheel can provide the package.
 wheel: $(STAMP)

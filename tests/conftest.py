@@ -66,3 +66,11 @@ def wait_for_end(threads, seconds=2.0):
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return sorted(thread.name for thread in threads if thread.is_alive())
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--copies",
+        action="store_true",
+        help="let replicas hold copies of parameters, as on another device (tests/conformance)",
+    )
