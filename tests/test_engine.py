@@ -1,6 +1,7 @@
 """The contract that every engine keeps, and how shards are shared out among workers."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -173,6 +174,22 @@ def test_shards_that_run_together_get_the_sum(engine):
 
     assert run(engine, [lambda k=k: job(k) for k in range(4)], together=True) == [36.0] * 4
     assert current_group() is None
+
+
+def test_serially_only_one_of_them_runs_at_a_time_in_shard_order():
+    inside, trace = [], []
+
+    def job(k):
+        for part in range(3):
+            inside.append(k)
+            time.sleep(0.001)  # long enough for another to come in, if it could
+            assert inside == [k]
+            trace.append((part, k))
+            inside.clear()
+            all_reduce(torch.ones(1), tree_sum)
+
+    run(SerialEngine(1), [lambda k=k: job(k) for k in range(4)], together=True)
+    assert trace == [(part, k) for part in range(3) for k in range(4)]
 
 
 def test_a_shard_that_fails_is_not_waited_for(engine):

@@ -102,19 +102,23 @@ def run_rank(rank, port, name, results):
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        module, batches = make_pair(name)
-        wrapped = nn.parallel.DistributedDataParallel(module)
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-        mine = [batch.chunk(2)[rank] for batch in batches]
-        losses = torch.stack(train(wrapped, mine, optimizer))
-        dist.all_reduce(losses)
-        if rank == 0:
-            # Plain lists: tensors would be passed as shared memory of a process that ends.
-            state = {key: value.tolist() for key, value in module.state_dict().items()}
-            results.put(((losses / 2).tolist(), state))
-    finally:
-        dist.destroy_process_group()
+    module, batches = make_pair(name)
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    mine = [batch.chunk(2)[rank] for batch in batches]
+    losses = torch.stack(train(wrapped, mine, optimizer))
+    dist.all_reduce(losses)
+    if rank == 0:
+        # Plain lists: tensors would be passed as shared memory of a process that ends.
+        state = {key: value.tolist() for key, value in module.state_dict().items()}
+        results.put(((losses / 2).tolist(), state))
+    results.close()
+    results.join_thread()
+    dist.barrier()
+    dist.destroy_process_group()
+    # All is done. Now and then torch's threads abort a process that takes its interpreter down
+    # (seen in one of twenty: "terminate called without an active exception").
+    os._exit(0)
 
 
 @pytest.mark.spmd

@@ -155,6 +155,28 @@ def test_the_gradient_of_dropout_has_the_mask_of_its_forward():
     assert torch.equal(x.grad, out.detach())
 
 
+def test_draws_in_backward_are_ruled_too():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            y.register_hook(torch.rand_like)
+            return y
+
+    found = []
+    for num_workers in (1, 3):
+        model, row = use_workers(DataParallel(Noisy(), replicas=3), num_workers), []
+        for _ in range(3):
+            x = torch.ones(6, 2, requires_grad=True)
+            out = model(x)
+            torch.manual_seed(6)
+            out.sum().backward()
+            row.append(x.grad)
+        assert torch.equal(row[1], row[2])
+        assert not torch.equal(row[2][:2], row[2][2:4])
+        found.append(torch.stack(row))
+    assert torch.equal(*found)
+
+
 def test_the_numbers_do_not_depend_on_what_ran_before_in_the_threads():
     one, two = make(rand), make(WAYS["randn"])
     expected = numbers(one)

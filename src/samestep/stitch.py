@@ -201,10 +201,16 @@ class _Backward:
 
         def backward(k: int) -> Callable[[], MaybeTensors]:
             def work() -> MaybeTensors:
-                edges, gradients = self._arriving(k, self.local_gradients[k], self.sum_gradients)
+                # Our own few operations need not pass the function mode that rules random numbers.
+                with torch._C.DisableTorchFunction():
+                    edges, gradients = self._arriving(
+                        k, self.local_gradients[k], self.sum_gradients
+                    )
+                    wanted = self._wanted(k)
                 with turns if is_plain else contextlib.nullcontext():
-                    found = run(edges, gradients, self._wanted(k), is_kept)
-                sums.add(k, self._to_home(found[:cut]))
+                    found = run(edges, gradients, wanted, is_kept)
+                with torch._C.DisableTorchFunction():
+                    sums.add(k, self._to_home(found[:cut]))
                 return found[cut:]
 
             return work
