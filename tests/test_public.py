@@ -31,7 +31,7 @@ SIGNATURES = {
     "DataParallel": (
         "module, device_ids=None, output_device=None, dim=0, *, replicas=None, split='chunk', "
         "in_dims=None, out_dims=None, reduction='mean', buffers='merge', sync_batch_norm=False, "
-        "threads_per_replica=1"
+        "recompute=False, threads_per_replica=1"
     ),
     "DataParallel.forward": "self, *args, **kwargs",
     "DataParallel.call": "self, method, *args, **kwargs",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from samestep.context import current_shard, must_run_plainly, use_num_threads
-from samestep.devices import Device, Slot, is_serial_forced, plan_slots, resolve_device
+from samestep.devices import Device, Slot, is_serial_forced
 from samestep.engine import Engine, SerialEngine, ThreadEngine
 from samestep.functional import (
     gather,
@@ -35,32 +35,17 @@ from samestep.functional import (
     scatter,
 )
 from samestep.habits import Habits, Trial, Verdict
-from samestep.merge import check_out_dims
 from samestep.norm import has_batch_norm, install
+from samestep.options import Options, check_options
 from samestep.replica import LazyError, Replica, home_device, replicas_of
 from samestep.replicas import ReplicaSet, ReplicaStats
 from samestep.runner import Runner
-from samestep.split import SplitPlan, check_in_dims, explain_plan, plan_sizes, plan_split
+from samestep.split import SplitPlan, explain_plan, plan_split
 from samestep.state import Changes, StateWriter, check_buffers
 from samestep.step import run_shards
 from samestep.wrapper import Wrapper
 
 __all__ = ["DataParallel", "data_parallel"]
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What the user said, checked."""
-
-    slots: tuple[Slot, ...]
-    output: torch.device | None
-    dim: int
-    split: str | Sequence[float]
-    in_dims: Any
-    out_dims: Any
-    reduction: str
-    sync: bool
-    num_threads: int
 
 
 class _Runtime:
@@ -69,13 +54,15 @@ class _Runtime:
     Copying or pickling it gives a fresh one.
     """
 
-    def __init__(self, options: _Options, buffers: str | Mapping[str, str]) -> None:
+    def __init__(self, options: Options, buffers: str | Mapping[str, str]) -> None:
         self._arguments = (options, buffers)
         self.lock = threading.RLock()
-        self.replicas = ReplicaSet(prepare=lambda replica: _prepare(replica, options.sync))
+        self.replicas = ReplicaSet(
+            prepare=lambda replica: _prepare(replica, options.sync_batch_norm)
+        )
         self.habits = Habits(self.replicas)
-        self.serial: Engine = SerialEngine(options.num_threads)
-        self.threads: Engine = ThreadEngine(options.num_threads)
+        self.serial: Engine = SerialEngine(options.threads_per_replica)
+        self.threads: Engine = ThreadEngine(options.threads_per_replica)
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
         # Plans with a shard of one row that a BatchNorm refused, and the plans used instead.
         self.joined: dict[tuple[SplitPlan, bool], SplitPlan] = {}
@@ -108,6 +95,8 @@ class DataParallel(Wrapper):
         buffers: ``"merge"``, ``"mean"``, ``"sum"``, ``"first"``, ``"max"``, ``"min"``, or a rule
             per name.
         sync_batch_norm: normalise with the whole batch's statistics.
+        recompute: keep no activations; backward runs each shard's forward again, shard by shard, so
+            that a batch takes the memory of the shards that run at one time.
         threads_per_replica: intra-op threads of a CPU slot; part of what fixes the bits.
 
     Raises:
@@ -140,32 +129,29 @@ class DataParallel(Wrapper):
         reduction: str = "mean",
         buffers: str | Mapping[str, str] = "merge",
         sync_batch_norm: bool = False,
+        recompute: bool = False,
         threads_per_replica: int = 1,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        slots = plan_slots(device_ids, replicas)
-        _check_options(dim, split, len(slots), reduction, threads_per_replica, sync_batch_norm)
-        check_in_dims(in_dims)
-        check_out_dims(out_dims)
-        check_buffers(buffers)
-        output = None
-        if output_device is not None:
-            output = resolve_device(output_device, argument="output_device")
-        self._samestep_options = _Options(
-            slots,
-            output,
-            dim,
-            split if isinstance(split, str) else tuple(split),
-            in_dims,
-            out_dims,
-            reduction,
-            sync_batch_norm,
-            threads_per_replica,
+        self._samestep_options = check_options(
+            device_ids,
+            output_device,
+            replicas,
+            dim=dim,
+            split=split,
+            in_dims=in_dims,
+            out_dims=out_dims,
+            reduction=reduction,
+            sync_batch_norm=sync_batch_norm,
+            recompute=recompute,
+            threads_per_replica=threads_per_replica,
         )
+        check_buffers(buffers)
         self._samestep_runtime = _Runtime(self._samestep_options, buffers)
-        self._samestep_is_single = len(slots) == 1
+        # With one slot there is nothing to cut, and unless asked for more nothing to do.
+        self._samestep_is_single = self.num_replicas == 1 and not recompute
         self.module = module
 
     # -- The step ----------------------------------------------------------------------------
@@ -204,7 +190,8 @@ class DataParallel(Wrapper):
         with runtime.lock:
             plan = self._plan(method, args, kwargs)
             plan = runtime.joined.get((plan, self.module.training), plan)
-            if plan.num_shards == 1 and options.slots[0].device == home_device(self.module):
+            is_whole = plan.num_shards == 1 and not options.recompute
+            if is_whole and options.slots[0].device == home_device(self.module):
                 return self._call_source(method, args, kwargs)
             try:
                 return self._step(plan, method, args, kwargs)
@@ -236,6 +223,7 @@ class DataParallel(Wrapper):
                 shards,
                 self._runner(slots, plan, trial, replicas[0].home),
                 method=method,
+                recompute=options.recompute,
             )
             verdict = trial.judge(changes)
             if verdict is Verdict.STANDS:
@@ -278,7 +266,7 @@ class DataParallel(Wrapper):
             [slot.device for slot in slots],
             plan.sizes or (0,),
             drawing=trial.drawing,
-            together=options.sync and has_batch_norm(self.module),
+            together=options.sync_batch_norm and has_batch_norm(self.module),
             draws=trial.draws,
             home=home,
             lock=runtime.replicas.lock,
@@ -313,7 +301,7 @@ class DataParallel(Wrapper):
         """One call with everything, on the source module."""
         function = self.module if method is None else getattr(self.module, method)
         args, kwargs = self._to_slot(args, kwargs)
-        with use_num_threads(self._samestep_options.num_threads):
+        with use_num_threads(self._samestep_options.threads_per_replica):
             return function(*args, **kwargs)
 
     def _to_slot(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -396,22 +384,6 @@ def data_parallel(
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
-
-
-def _check_options(
-    dim: Any, split: Any, num_slots: int, reduction: Any, num_threads: Any, sync: Any
-) -> None:
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int, got {dim!r}")
-    plan_sizes(num_slots, num_slots, split)  # raises for a bad split
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
-    if isinstance(num_threads, bool) or not isinstance(num_threads, int):
-        raise TypeError(f"threads_per_replica must be an int, got {num_threads!r}")
-    if num_threads < 1:
-        raise ValueError(f"threads_per_replica must be at least 1, got {num_threads}")
-    if not isinstance(sync, bool):
-        raise TypeError(f"sync_batch_norm must be True or False, got {sync!r}")
 
 
 @_disable_dynamo  # imports the compiler at the first call: only while it is at work anyway

@@ -190,6 +190,10 @@ class Replica:
         pairs = zip(self._counted, self._versions, now, strict=True)
         return [link for link, before, after in pairs if before != after]
 
+    def parameter_versions(self) -> list[int]:
+        """How often each parameter was written in place; those without a version are left out."""
+        return [link.copy._version for link in self._counted]
+
     def find_switched(self) -> list[Link]:
         """Links whose ``requires_grad`` the forward switched."""
         if [link.copy.requires_grad for link in self._trained] == self._required:

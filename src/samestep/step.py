@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from samestep.errors import MergeError
 from samestep.graphs import Survey, make_edge, survey
+from samestep.recompute import Recomputation
 from samestep.reduce import tree_sum
 from samestep.replica import BringHome, Replica
 from samestep.runner import Runner
@@ -40,6 +42,7 @@ def run_shards(
     runner: Runner,
     *,
     method: str | None = None,
+    recompute: bool = False,
 ) -> tuple[list[Any], Changes]:
     """Run every replica on its shard.
 
@@ -48,6 +51,7 @@ def run_shards(
         arguments: (args, kwargs) per shard; part of the caller's graph where they require grad.
         runner: how to run.
         method: the method to call; None: the module itself, hooks and all.
+        recompute: keep no activations; each forward runs again in its backward.
 
     Returns:
         Per shard its output, part of the caller's graph; and what the forwards wrote.
@@ -65,13 +69,22 @@ def run_shards(
         ]
     for replica in replicas:
         replica.begin()
+    functions: list[Callable[..., Any]] = [_function(replica, method) for replica in replicas]
+    again = [
+        Recomputation(replica, function)
+        for replica, function in zip(replicas, functions, strict=True)
+        if recompute and is_recorded
+    ]
+    called: Sequence[Callable[..., Any]] = again or functions
     with _no_parametrization_cache():
         outputs = runner.run(
             [
-                _call(replica, method, *pair)
-                for replica, pair in zip(replicas, arguments, strict=True)
+                partial(function, *args, **kwargs)
+                for function, (args, kwargs) in zip(called, arguments, strict=True)
             ]
         )
+    for one in again:
+        one.keep()
     outputs = [
         _in_terms_of_source(replica, output)
         for replica, output in zip(replicas, outputs, strict=True)
@@ -184,11 +197,8 @@ def _need_gradient(arguments: Arguments) -> bool:
     )
 
 
-def _call(
-    replica: Replica, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[], Any]:
-    function = replica.module if method is None else getattr(replica.module, method)
-    return lambda: function(*args, **kwargs)
+def _function(replica: Replica, method: str | None) -> Callable[..., Any]:
+    return replica.module if method is None else getattr(replica.module, method)
 
 
 def _replace_by_leaf(sources: list[Tensor], leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,144 @@
+"""recompute=True: no activations are kept, and nothing else is different."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from samestep import DataParallel
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.3),
+        parametrizations.spectral_norm(nn.Linear(8, 8)),  # its buffers move in every forward
+        nn.Tanh(),
+        nn.Linear(8, 2),
+    ).double()
+
+
+def take_steps(net, x, **options):
+    """Everything that three steps leave: output, gradients, parameters, buffers, generator."""
+    model = DataParallel(net, **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch.manual_seed(5)
+    for _ in range(3):
+        output = model(x)
+        optimizer.zero_grad()
+        output.square().mean().backward()
+        optimizer.step()
+    gradient, x.grad = x.grad, None
+    return [output, gradient, *net.parameters(), *net.buffers(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["shard statistics", "synchronised"])
+@pytest.mark.parametrize("serial", ["0", "1"], ids=["threads", "serial"])
+def test_the_bits_are_those_of_a_run_that_keeps_activations(sync, serial, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_SERIAL", serial)
+    x = torch.randn(13, 6, dtype=torch.float64, requires_grad=True)
+    options = {"replicas": 4, "sync_batch_norm": sync}
+    kept = take_steps(make_net(), x, **options)
+    again = take_steps(make_net(), x, recompute=True, **options)
+    assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
+
+
+def test_one_slot_keeps_no_activations_either():
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for recompute in (False, True):
+        ALIVE.clear()
+        torch.manual_seed(0)
+        model = DataParallel(Watched().double(), recompute=recompute)
+        output = model(x)
+        assert sum(ref() is not None for ref in ALIVE) == (0 if recompute else 1)
+        output.square().sum().backward()
+        found.append([output, x.grad, *(p.grad for p in model.parameters())])
+        x.grad = None
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Watched(nn.Module):
+    """Notes how many activations live whenever it makes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        ALIVE.append(weakref.ref(hidden))
+        COUNTS.append(sum(ref() is not None for ref in ALIVE))
+        return self.second(hidden).sin()
+
+
+ALIVE: list = []
+COUNTS: list = []
+
+
+@pytest.mark.parametrize(("recompute", "most"), [(False, 8), (True, 1)])
+def test_the_activations_of_one_shard_exist_at_a_time(recompute, most, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_SERIAL", "1")
+    ALIVE.clear()
+    COUNTS.clear()
+    output = DataParallel(Watched(), replicas=8, recompute=recompute)(torch.randn(16, 4))
+    assert sum(ref() is not None for ref in ALIVE) == (0 if recompute else 8)
+    output.square().mean().backward()
+    assert max(COUNTS) == most
+
+
+def test_any_order_of_derivative():
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    model = DataParallel(Watched().double(), replicas=2, recompute=True)
+    assert torch.autograd.gradgradcheck(model, (x,))
+
+
+def test_a_loss_over_the_whole_batch_outside():
+    plain = make_net().eval()
+    model = DataParallel(copy.deepcopy(plain), replicas=4, recompute=True)
+    x = torch.randn(9, 6, dtype=torch.float64)
+    losses = []
+    for net in (plain, model):
+        rows = nn.functional.normalize(net(x))
+        loss = nn.functional.cross_entropy(rows @ rows.T, torch.arange(9))
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(*losses)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_without_gradients_nothing_runs_twice():
+    ALIVE.clear()
+    with torch.no_grad():
+        DataParallel(Watched(), replicas=2, recompute=True)(torch.randn(4, 4))
+    assert len(ALIVE) <= 2
+
+
+def test_a_parameter_that_was_stepped_before_backward_is_an_error():
+    model = DataParallel(nn.Linear(4, 4), replicas=2, recompute=True)
+    output = model(torch.randn(4, 4)).sin()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"between the forward and its backward; with recompute"):
+        output.sum().backward()
+
+
+def test_another_mode_before_backward_is_an_error():
+    model = DataParallel(make_net(), replicas=2, recompute=True)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    output = model(x)
+    model.eval()
+    model(x)
+    with pytest.raises(RuntimeError, match=r"train\(\) or eval\(\) was called"):
+        output.sum().backward()
+
+
+def test_the_option_is_checked():
+    with pytest.raises(TypeError, match="recompute must be True or False, got 1"):
+        DataParallel(nn.Linear(2, 2), replicas=2, recompute=1)
