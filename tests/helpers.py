@@ -10,8 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from samestep import tree
 from samestep.engine import ThreadEngine
 
-# In float64, adding some dozen numbers of size one in another order changes the sum by 1e-15.
-ATOL = 1e-10
+ATOL = 1e-10  # float64; another order of additions changes such sums by some 1e-15
 
 
 @dataclasses.dataclass

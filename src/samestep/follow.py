@@ -53,7 +53,7 @@ _ATOMS: frozenset[type] = frozenset(
         type(None), bool, int, float, complex, str, bytes, range, slice, type, type(...),
         type(NotImplemented), types.BuiltinFunctionType, types.ModuleType, types.CodeType,
         types.MethodDescriptorType, types.WrapperDescriptorType, types.GenericAlias, property,
-        torch.dtype, torch.layout, torch.memory_format, torch.Size, torch.Generator,
+        torch.dtype, torch.layout, torch.memory_format, torch.Size,
     }
 )  # fmt: skip
 # Never copied: they hold the training's state or data, or are identities of their own.
@@ -79,6 +79,7 @@ class Follower:
         cells: pairs (original cell, copied cell), in the order found.
         untracked: original cells whose copies cannot be updated piece by piece: a change there
             needs a new Follower.
+        has_generator: whether a random generator of the user's was found.
         loose: tensors that no cell holds (a scripted module's lie in C++).
         scripted: pairs of scripted modules; of their state in C++ only train()/eval() is followed.
         modules: pairs (original module, copied module).
@@ -103,6 +104,7 @@ class Follower:
         self.paths: list[str] = []
         self.untracked: list[Cell] = []
         self.loose: list[Tensor] = []
+        self.has_generator = False
         self.scripted: list[tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]] = []
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         try:
@@ -128,6 +130,7 @@ class Follower:
         if kind is torch.device:
             return self._devices.get(value, value)
         if isinstance(value, _SHARED):
+            self.has_generator = self.has_generator or isinstance(value, torch.Generator)
             return value
         if isinstance(value, nn.Module):
             return self._copy_module(value, path)

@@ -8,7 +8,7 @@ Must not: know shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "accumulate",
     "differentiate",
     "find_needed",
+    "group_outputs",
     "is_plain_backward",
     "make_edge",
     "nodes_of",
@@ -60,22 +61,75 @@ def is_plain_backward() -> bool:
 
 
 class Survey(NamedTuple):
-    """What a graph ends in, and whether re-entrant checkpointing left a node in it."""
+    """What a look at every node of one shard's graph found.
 
-    leaves: dict[int, Tensor]  # by id, in the order found
+    Attributes:
+        leaves: per output, leaves that its graph ends in, by id. What two outputs share may be
+            noted
+            for one of them only: then they are a pair.
+        pairs: outputs (by position) whose graphs share more than parameters.
+        is_reentrant: re-entrant checkpointing left a node in it.
+    """
+
+    leaves: list[dict[int, Tensor]]
+    pairs: list[tuple[int, int]]
     is_reentrant: bool
 
 
-def survey(edges: Iterable[Edge]) -> Survey:
-    """Look at every node of the graph behind ``edges``."""
-    leaves: dict[int, Tensor] = {}
+def survey(edges: Sequence[Edge], local: Container[int]) -> Survey:
+    """Look at every node of the graphs behind ``edges``, each once.
+
+    Args:
+        edges: one per output.
+        local: ids of leaves that join the outputs that share them (a shard's rows; not parameters).
+    """
+    leaves: list[dict[int, Tensor]] = [{} for _ in edges]
+    pairs: list[tuple[int, int]] = []
+    owners: dict[Any, int] = {}
+    seen: set[Any] = set()
     is_reentrant = False
-    for node in _walk(nodes_of(edges)):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves[id(leaf)] = leaf
-        is_reentrant = is_reentrant or type(node).__name__ == "CheckpointFunctionBackward"
-    return Survey(leaves, is_reentrant)
+    for output, edge in enumerate(edges):
+        stack = [edge.into.node]
+        while stack:
+            node: Any = stack.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[output][id(leaf)] = leaf
+                if id(leaf) not in local:
+                    continue
+            owner = owners.setdefault(node, output)
+            if owner != output:
+                pairs.append((owner, output))
+            elif node not in seen:
+                seen.add(node)
+                is_reentrant = is_reentrant or type(node).__name__ == _REENTRANT
+                stack.extend(f for f, _ in node.next_functions if f is not None)
+    return Survey(leaves, pairs, is_reentrant)
+
+
+def group_outputs(surveys: Sequence[Survey]) -> list[list[int]]:
+    """Put outputs (by position, the same in every shard) that belong together into groups.
+
+    Two groups share parameters at most, so each can be a node of its own in the caller's graph: as
+    in a plain module, a backward from one leaves what lies before the other alone.
+    """
+    counts = {len(one.leaves) for one in surveys}
+    if len(counts) > 1:
+        return [list(range(max(counts)))]  # positions mean nothing: keep all together
+    root = list(range(counts.pop()))
+
+    def find(output: int) -> int:
+        while root[output] != output:
+            output = root[output]
+        return output
+
+    for one, other in (pair for survey in surveys for pair in survey.pairs):
+        low, high = sorted((find(one), find(other)))
+        root[high] = low
+    groups: dict[int, list[int]] = {}
+    for output in range(len(root)):
+        groups.setdefault(find(output), []).append(output)
+    return list(groups.values())
 
 
 def put_after(nodes: Iterable[Any], first: Any) -> None:
@@ -146,6 +200,8 @@ def accumulate(
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+_REENTRANT = "CheckpointFunctionBackward"
 
 
 def _walk(nodes: Iterable[Any]) -> Iterator[Any]:

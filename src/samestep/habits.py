@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from samestep.errors import DrawWarning, StateWarning
 from samestep.replicas import ReplicaSet
 from samestep.rng import Draws, Watch
+from samestep.snapshot import show_path
 from samestep.state import Changes
 
 __all__ = ["Habits", "Trial", "Verdict"]
@@ -60,11 +61,15 @@ class Habits:
         self._is_compiled = False
         self._compiled: set[Any] = set()  # what torch.compile has seen
 
-    def start(self, module: nn.Module, *, can_watch: bool) -> Trial:
+    def start(
+        self, module: nn.Module, inputs: Sequence[Tensor], *, may_repeat: bool, can_watch: bool
+    ) -> Trial:
         """Begin an attempt: call after the replicas are fresh, before any forward.
 
         Args:
             module: the source module.
+            inputs: the tensors of the call, which a forward may change in place.
+            may_repeat: whether the attempt may well be repeated for reasons of the caller's.
             can_watch: whether every shard draws from the CPU's default generator.
         """
         if self._replicas.generation != self._generation or not can_watch:
@@ -72,7 +77,8 @@ class Habits:
             # Interception would be compiled into the code, and is no part of it afterwards.
             self._learn("watch" if self._is_compiled and can_watch else "intercept")
         probe = None if module.training in self._probed_modes else _Probe(module)
-        return Trial(self, self._drawing, probe, module.training, can_watch=can_watch)
+        guard = _InputGuard(inputs, can_restore=may_repeat or probe is not None)
+        return Trial(self, self._drawing, probe, guard, module.training, can_watch=can_watch)
 
     def must_take_turns(self, signature: Any) -> bool:
         """Whether the shards must run one after the other: torch.compile is not thread-safe.
@@ -105,9 +111,17 @@ class Trial:
     """
 
     def __init__(
-        self, habits: Habits, drawing: str, probe: _Probe | None, mode: bool, *, can_watch: bool
+        self,
+        habits: Habits,
+        drawing: str,
+        probe: _Probe | None,
+        guard: _InputGuard,
+        mode: bool,
+        *,
+        can_watch: bool,
     ) -> None:
         self._habits = habits
+        self._guard = guard
         self._probe = probe
         self._mode = mode
         self._can_watch = can_watch
@@ -118,9 +132,9 @@ class Trial:
     def judge(self, changes: Changes) -> Verdict:
         """Decide, after the forwards, whether the attempt stands; undo it if not."""
         written: list[Tensor] = []
-        if (
-            self._probe is not None
-        ):  # by value: a write through .data has no version; and by version
+        if self._probe is not None:
+            # By value, as a write through .data has no version; and by version, as it may write
+            # the very values that were there.
             written = [*self._probe.written(), *(link.source for link in changes.raced)]
         is_first = self._probe is not None
         if written or changes.is_structural or (is_first and changes.is_flagged):
@@ -128,13 +142,16 @@ class Trial:
             self.undo()
             self._habits._replicas.clear()  # the whole batch will write what no version tells of
             self._habits._probed(written, self._mode)
+            self.restore_inputs()
             return Verdict.WHOLE
         if self._can_watch and self._watch.has_moved(self.draws) and self.drawing != "swap":
             self.undo()
             self._habits._learn(self._escalated())
+            self.restore_inputs()
             return Verdict.AGAIN
         self._habits._probed(self._find_raced(changes), self._mode)
-        if self._can_watch and self.drawing == "intercept" and not self.draws.is_used:
+        has_drawn = self.draws.is_used or self._habits._replicas.has_generator
+        if self._can_watch and self.drawing == "intercept" and not has_drawn:
             self._habits._learn("watch")
         return Verdict.STANDS
 
@@ -142,9 +159,7 @@ class Trial:
         """Parameters that this forward began to write in a later call than the watched one."""
         raced = {id(link.source): link for link in changes.raced}
         if raced:
-            names = ", ".join(
-                sorted(link.path.replace("._parameters", "").lstrip(".") for link in raced.values())
-            )
+            names = ", ".join(sorted(show_path(link.path) for link in raced.values()))
             warnings.warn(
                 f"forward wrote parameters in place ({names}) for the first time, in memory that "
                 f"all shards share: in this call each shard wrote them. From now on each has a "
@@ -153,6 +168,14 @@ class Trial:
                 stacklevel=2,
             )
         return [link.source for link in raced.values()]
+
+    def restore_inputs(self) -> None:
+        """Undo what the forwards did to the inputs, before the call is repeated.
+
+        Raises:
+            RuntimeError: an input was changed in place and no copy of it was kept.
+        """
+        self._guard.restore()
 
     def undo(self) -> None:
         """Leave no trace in the parameters and the default generator."""
@@ -183,6 +206,28 @@ def _has_compiled(module: nn.Module) -> bool:
         hasattr(child, "_orig_mod") or getattr(child, "_compiled_call_impl", None) is not None
         for child in module.modules()
     )
+
+
+class _InputGuard:
+    """The inputs of a call that may be repeated: a forward may have changed them in place."""
+
+    def __init__(self, inputs: Sequence[Tensor], *, can_restore: bool) -> None:
+        self._inputs = [tensor for tensor in inputs if not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._inputs]
+        self._copies = [t.detach().clone() for t in self._inputs] if can_restore else None
+
+    def restore(self) -> None:
+        if self._versions == [tensor._version for tensor in self._inputs]:
+            return
+        if self._copies is None:
+            raise RuntimeError(
+                "forward changed its input in place, and the call had to be repeated, because the "
+                "model began to draw random numbers in a way it had not before (a dropout whose p "
+                "was 0?); call the model again with a fresh batch, or clone the input in forward"
+            )
+        with torch.no_grad():
+            for tensor, copy in zip(self._inputs, self._copies, strict=True):
+                tensor.detach().copy_(copy)
 
 
 class _Probe:

@@ -50,6 +50,7 @@ class Link:
     is_suspect: bool = False  # may be written without a new version: only values can tell
     is_watched: bool = False  # whether gradients that reach the copy alone are brought home
     rows: Rows | None = None  # which rows of the source the copy holds; None: all of it
+    owner: nn.Module | None = None  # the replica's module that holds a tensor with clocks
     clocks: tuple[Tensor, Tensor] | None = None  # see [Note: batch_norm has no version]
     seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal
 
@@ -59,8 +60,11 @@ class Link:
         if self.is_alias:  # only ``parameter.data = ...`` parts an alias from its source
             return get_address(self.copy) != get_address(self.source)
         if self.is_suspect:
-            return not torch.equal(self.copy, self.source)
-        return self._versions()[1] != self.seen[1]
+            return not self._is_equal()
+        if self._versions()[1] != self.seen[1]:
+            return True
+        # A call of F.batch_norm on the buffers themselves does not raise the counter.
+        return self.owner is not None and self.owner.training and not self._is_equal()
 
     def view(self) -> Tensor:
         """What of the source the copy holds, outside of any graph."""
@@ -71,8 +75,12 @@ class Link:
         """Whether the source may hold other values than the copy. Unknown versions count so."""
         return self.is_suspect or self.seen != self._versions() or -1 in self.seen
 
-    def set_clocks(self, source: Tensor, copy: Tensor) -> None:
+    def _is_equal(self) -> bool:
+        return torch.equal(self.copy, self.source.to(self.copy.device))
+
+    def set_clocks(self, source: Tensor, copy: Tensor, owner: nn.Module) -> None:
         """Let these tensors' versions stand for the two tensors' own as well."""
+        self.owner = owner
         if self.clocks is None or self.clocks[0] is not source or self.clocks[1] is not copy:
             was_stale = self.is_stale()
             self.clocks = (source, copy)

@@ -42,7 +42,7 @@ from samestep.replicas import ReplicaSet, ReplicaStats
 from samestep.runner import Runner
 from samestep.split import SplitPlan, explain_plan, plan_split
 from samestep.state import Changes, StateWriter, check_buffers
-from samestep.step import run_shards
+from samestep.step import find_tensors, run_shards
 from samestep.wrapper import Wrapper
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -198,15 +198,6 @@ class DataParallel(Wrapper):
             except LazyError:
                 # The first batch gives the parameters their shape; nothing has run yet.
                 return self._call_source(method, args, kwargs)
-            except BaseException as error:
-                runtime.replicas.recover()  # what the forwards wrote is not the source's
-                joined = _join_single_rows(plan, error)
-                if joined is None:
-                    raise
-                runtime.joined[plan, self.module.training] = joined
-            if joined.num_shards == 1:
-                return self._call_source(method, args, kwargs)
-            return self._step(joined, method, args, kwargs)
 
     def _step(
         self, plan: SplitPlan, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -216,7 +207,12 @@ class DataParallel(Wrapper):
 
         shards = scatter((args, kwargs), options.slots, plan=plan)
         replicas = replicas_of(replicate(self.module, slots, keep=runtime.replicas, sizes=rows))
-        trial = runtime.habits.start(self.module, can_watch=runtime.can_watch)
+        trial = runtime.habits.start(
+            self.module,
+            find_tensors((args, kwargs)),
+            may_repeat=1 in rows and has_batch_norm(self.module),
+            can_watch=runtime.can_watch,
+        )
         try:
             outputs, changes = run_shards(
                 replicas,
@@ -237,10 +233,15 @@ class DataParallel(Wrapper):
                 )
                 self._keep(changes, replicas, rows)
                 return output
-        except BaseException:
+        except BaseException as error:
             trial.undo()
-            raise
-        if verdict is Verdict.WHOLE:
+            joined = _join_single_rows(plan, error)
+            if joined is None:
+                raise
+            trial.restore_inputs()
+            runtime.joined[plan, self.module.training] = plan = joined
+            verdict = Verdict.AGAIN
+        if verdict is Verdict.WHOLE or plan.num_shards == 1:
             return self._call_source(method, args, kwargs)
         return self._step(plan, method, args, kwargs)
 

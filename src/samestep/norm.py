@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from samestep.errors import ReplicaError
 from samestep.group import all_reduce, current_group
 from samestep.reduce import tree_sum
 
@@ -72,19 +73,27 @@ def install(pairs: Sequence[tuple[nn.Module, nn.Module]], *, sync: bool) -> list
         if isinstance(replica, _BatchNorm) and not isinstance(replica, torch.jit.ScriptModule):
             found = NormRecord(source)
             forward = type(replica).forward
+            if sync and forward not in _KNOWN_FORWARDS:
+                raise ReplicaError(
+                    f"{type(replica).__name__} is a BatchNorm with a forward of its own, which "
+                    f"sync_batch_norm=True cannot replace; let it hold a BatchNorm instead of "
+                    f"being one, or use sync_batch_norm=False"
+                )
             chosen = synchronise if sync else record
             replica.__dict__["forward"] = functools.partial(chosen, replica, forward, found)
             records.append(found)
     return records
 
 
-def record(module: _BatchNorm, forward: Any, found: NormRecord, batch: Tensor) -> Tensor:
+def record(
+    module: _BatchNorm, forward: Any, found: NormRecord, *args: Any, **kwargs: Any
+) -> Tensor:
     """Run ``forward`` and note what the call did to the running statistics."""
-    if not module.training or module.running_mean is None or module.running_var is None:
-        output: Tensor = forward(module, batch)
+    if not _tracks(module) or module.running_mean is None or module.running_var is None:
+        output: Tensor = forward(module, *args, **kwargs)
         return output
     mean, variance = module.running_mean.clone(), module.running_var.clone()
-    output = forward(module, batch)
+    output = forward(module, *args, **kwargs)
     factor = _factor(module)
     if factor:
         # new = (1 - factor) * old + factor * batch, solved for the batch's value.
@@ -92,16 +101,20 @@ def record(module: _BatchNorm, forward: Any, found: NormRecord, batch: Tensor) -
             ((after.double() - before.double()) / factor + before.double()).detach()
             for before, after in ((mean, module.running_mean), (variance, module.running_var))
         )
+        batch: Tensor = args[0] if args else kwargs["input"]
         count = batch.numel() // batch.size(1)
         found.calls.append(CallStatistics(count, seen_mean, seen_variance, factor))
     return output
 
 
-def synchronise(module: _BatchNorm, forward: Any, found: NormRecord, batch: Tensor) -> Tensor:
+def synchronise(
+    module: _BatchNorm, forward: Any, found: NormRecord, *args: Any, **kwargs: Any
+) -> Tensor:
     """Normalise with the statistics of all shards' rows."""
     uses_batch = module.training or module.running_mean is None
     if not uses_batch or current_group() is None:
-        return record(module, forward, found, batch)
+        return record(module, forward, found, *args, **kwargs)
+    batch: Tensor = args[0] if args else kwargs["input"]
     if isinstance(module, nn.SyncBatchNorm):
         if batch.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {batch.dim()}D input)")
@@ -126,7 +139,7 @@ def synchronise(module: _BatchNorm, forward: Any, found: NormRecord, batch: Tens
         output = output * module.weight.view(shape)
     if module.bias is not None:
         output = output + module.bias.view(shape)
-    if module.training and module.running_mean is not None and module.running_var is not None:
+    if _tracks(module) and module.running_mean is not None and module.running_var is not None:
         _update_running(module, mean.detach(), variance.detach() * (count / (count - 1)))
     return output.to(batch.dtype)
 
@@ -163,6 +176,8 @@ def merge_statistics(records: Sequence[NormRecord]) -> dict[str, Tensor] | None:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
 
 def _pool(calls: Sequence[CallStatistics]) -> CallStatistics:
     """Statistics of the union: means weighted by count; variance within plus variance between."""
@@ -176,6 +191,11 @@ def _pool(calls: Sequence[CallStatistics]) -> CallStatistics:
         ]
     )
     return CallStatistics(total, mean, squares / (total - 1), calls[0].factor)
+
+
+def _tracks(module: _BatchNorm) -> bool:
+    """Whether a call updates the running statistics."""
+    return module.training and module.track_running_stats
 
 
 def _factor(module: _BatchNorm) -> float:

@@ -214,7 +214,7 @@ class Replica:
 
     def _set_clocks(self) -> None:
         """See [Note: batch_norm has no version]."""
-        for module, _ in self.follower.modules:
+        for module, copied in self.follower.modules:
             buffers = dict(module.named_buffers(recurse=False))
             counter = self.links.get(id(buffers.get("num_batches_tracked")))
             for name in _UNVERSIONED & buffers.keys():
@@ -222,7 +222,7 @@ class Replica:
                 if counter is None:
                     link.is_suspect = True
                 else:
-                    link.set_clocks(counter.source, counter.copy)
+                    link.set_clocks(counter.source, counter.copy, copied)
 
     def attach(self) -> None:
         """Let the module keep this record alive: for replicas that no set will keep."""

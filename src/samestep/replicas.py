@@ -92,6 +92,11 @@ class ReplicaSet:
         self._moved: list[Tensor] = []
         self.generation += 1
 
+    @property
+    def has_generator(self) -> bool:
+        """Whether the module holds a random generator, from which a forward may begin to draw."""
+        return any(replica.follower.has_generator for replica in self._replicas.values())
+
     def mark_dirty(self, cells: Sequence[Any]) -> None:
         """A forward changed its copies of these source cells: renew them at the next refresh."""
         self._dirty.update((id(cell), cell) for cell in cells)
@@ -240,7 +245,8 @@ class ReplicaSet:
         moved = self._moved + [
             tensor
             for tensor, before, now in zip(self._tensors, self._stamps, stamps, strict=True)
-            if before[0] != now[0]
+            # A switched requires_grad too: an older graph needs its leaf as it was.
+            if before != now
         ]
         self._moved = []
         loose = {id(t) for r in self._replicas.values() for t in r.follower.loose}

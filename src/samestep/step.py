@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
-from samestep.errors import MergeError
-from samestep.graphs import Survey, make_edge, survey
+from samestep.errors import MergeError, StateWarning
+from samestep.graphs import Edge, Survey, group_outputs, make_edge, survey
 from samestep.recompute import Recomputation
 from samestep.reduce import tree_sum
 from samestep.replica import BringHome, Replica
@@ -31,8 +32,9 @@ from samestep.state import Changes, collect
 from samestep.stitch import ShardGraphs, stitch
 from samestep.tree import map_leaves
 
-__all__ = ["map_tensors", "run_shards"]
+__all__ = ["find_tensors", "map_tensors", "run_shards"]
 
+T = TypeVar("T")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -62,10 +64,11 @@ def run_shards(
     is_recorded = torch.is_grad_enabled()
     local: list[list[Tensor]] = [[] for _ in replicas]
     leaves: list[list[Tensor]] = [[] for _ in replicas]
+    inputs: list[_Inputs] = []
     if is_recorded and _need_gradient(arguments[0]):
+        inputs = [_Inputs(mine, given) for mine, given in zip(leaves, local, strict=True)]
         arguments = [
-            map_tensors(_replace_by_leaf(local[k], leaves[k]), pair)
-            for k, pair in enumerate(arguments)
+            map_tensors(one.replace, pair) for one, pair in zip(inputs, arguments, strict=True)
         ]
     for replica in replicas:
         replica.begin()
@@ -89,6 +92,8 @@ def run_shards(
         _in_terms_of_source(replica, output)
         for replica, output in zip(replicas, outputs, strict=True)
     ]
+    for given in inputs:
+        given.check()
     changes = collect(replicas, [shard.stop - shard.start for shard in runner.shards])
     if any(replica.has_gradients() for replica in replicas):
         _collect_gradients(replicas)
@@ -116,6 +121,18 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return leaf
 
     return map_leaves(visit, tree)
+
+
+def find_tensors(tree: Any) -> list[Tensor]:
+    """Return every tensor of a tree."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree)
+    return found
 
 
 # ---------------------------------------------------------------------------
@@ -201,25 +218,46 @@ def _function(replica: Replica, method: str | None) -> Callable[..., Any]:
     return replica.module if method is None else getattr(replica.module, method)
 
 
-def _replace_by_leaf(sources: list[Tensor], leaves: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Note every tensor that requires grad, and put a leaf over the same memory in its place."""
-    made: dict[int, Tensor] = {}  # a tensor that is given twice stays one object
+class _Inputs:
+    """One shard's inputs that require grad, and the leaves over the same memory in their place.
 
-    def replace(tensor: Tensor) -> Tensor:
+    Args:
+        leaves, local: filled with the leaves, and with the tensors that they stand for.
+    """
+
+    def __init__(self, leaves: list[Tensor], local: list[Tensor]) -> None:
+        self._leaves, self._local = leaves, local
+        self._made: dict[int, Tensor] = {}  # a tensor that is given twice stays one object
+        self._copies: list[Tensor] = []
+
+    def replace(self, tensor: Tensor) -> Tensor:
+        """Return what forward gets for ``tensor``."""
         if not tensor.requires_grad:
             return tensor
-        if id(tensor) not in made:
+        if id(tensor) not in self._made:
             leaf = tensor.detach().requires_grad_()
             BringHome(tensor).watch(leaf)
-            sources.append(tensor)
-            leaves.append(leaf)
+            self._local.append(tensor)
+            self._leaves.append(leaf)
             base = tensor if tensor._base is None else tensor._base
-            # A forward may work in place on an input that is no leaf of the user's, as it may
-            # without us; a leaf would forbid it. (On the user's own leaf torch forbids it anyway.)
-            made[id(tensor)] = leaf if base.is_leaf else leaf.clone()
-        return made[id(tensor)]
+            if not base.is_leaf:
+                # A forward may work in place on an input that is no leaf of the user's; our leaf
+                # would forbid it. (On the user's own leaf torch forbids it anyway.)
+                leaf = leaf.clone()
+                self._copies.append(leaf)
+            self._made[id(tensor)] = leaf
+        return self._made[id(tensor)]
 
-    return replace
+    def check(self) -> None:
+        """Say so where forward worked in place on an input, which the caller will not see."""
+        if any(copy._version for copy in self._copies):
+            warnings.warn(
+                "forward changed an input in place that has a graph; the caller's tensor keeps its "
+                "old values (only what forward returns is new). Clone it in forward to say that "
+                "this is meant",
+                StateWarning,
+                stacklevel=2,
+            )
 
 
 def _tie(
@@ -236,83 +274,115 @@ def _tie(
         map_tensors(_note(outputs, own), tree)
     if not any(found):
         return trees
+    _add_carried(replicas, leaves, local)
     edges = [[make_edge(tensor) for tensor in row.values()] for row in found]
-    surveys = [survey(row) for row in edges]
-    sources = _find_sources(replicas, surveys, leaves, local)
-    replicated = [[replica.links[id(s)].copy for s in sources] for replica in replicas]
-    # Parameters from outside of the module, which forward reached by a global variable or a
-    # closure: the shards' graphs end in the user's own tensors.
-    foreign = _find_foreign(surveys, [*replicated, *leaves])
-    graphs = ShardGraphs(
-        runner=runner,
-        replicated=[[*row, *foreign] for row in replicated],
-        local=leaves,
-        outputs=[list(row) for row in edges],
-        partials=[[] for _ in found],
-        is_shared=replicas[0].has_hooks(),
-        is_reentrant=any(one.is_reentrant for one in surveys),
-        turns=threading.Lock() if foreign else contextlib.nullcontext(),
-    )
-    sources += foreign
-    if not sources and not any(local):
-        return trees  # whatever requires grad was made inside: its graph ends there
-    tied = stitch(graphs, [list(row.values()) for row in found], sources, local)
-    result = []
-    for tree, outputs, row in zip(trees, found, tied, strict=True):
-        result.append(map_tensors(_look_up(dict(zip(outputs, row, strict=True))), tree))
-    return result
+    surveys = [
+        survey(row, {id(leaf) for leaf in mine}) for row, mine in zip(edges, leaves, strict=True)
+    ]
+    tables: list[dict[int, Tensor]] = [{} for _ in trees]
+    for group in group_outputs(surveys):
+        part = _Part(replicas, surveys, group, leaves, local)
+        values = [_pick(list(row.values()), group) for row in found]
+        tied = part.tie(runner, [_pick(row, group) for row in edges], values)
+        for table, row, old in zip(tables, tied, values, strict=True):
+            table.update((id(one), other) for one, other in zip(old, row, strict=True))
+    return [map_tensors(_look_up(table), tree) for tree, table in zip(trees, tables, strict=True)]
+
+
+class _Part:
+    """A group of outputs that become one stitch, and what their graphs end in.
+
+    What no output of the group uses is no input of the stitch: torch walks on behind an input even
+    when no gradient comes, calling hooks and freeing what others may still need.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        surveys: Sequence[Survey],
+        group: list[int],
+        leaves: list[list[Tensor]],
+        local: list[list[Tensor]],
+    ) -> None:
+        self._used = [
+            {key: leaf for output in _pick(one.leaves, group) for key, leaf in output.items()}
+            for one in surveys
+        ]
+        self._is_reentrant = any(one.is_reentrant for one in surveys)
+        self._is_shared = replicas[0].has_hooks()
+        kept = [
+            [i for i, leaf in enumerate(row) if id(leaf) in used]
+            for row, used in zip(leaves, self._used, strict=True)
+        ]
+        self._leaves = [_pick(row, places) for row, places in zip(leaves, kept, strict=True)]
+        self._local = [_pick(row, places) for row, places in zip(local, kept, strict=True)]
+        self._sources = self._find_sources(replicas)
+        self._replicated = [[r.links[id(s)].copy for s in self._sources] for r in replicas]
+
+    def tie(
+        self, runner: Runner, edges: list[list[Edge]], values: list[list[Tensor]]
+    ) -> list[list[Tensor]]:
+        """Return tensors equal to ``values`` that are part of the caller's graph."""
+        # Parameters from outside of the module, which forward reached by a global variable or a
+        # closure: the shards' graphs end in the user's own tensors.
+        foreign = self._find_foreign()
+        sources = self._sources + foreign
+        if not sources and not any(self._local):
+            return values  # whatever requires grad was made inside: its graph ends there
+        graphs = ShardGraphs(
+            runner=runner,
+            replicated=[[*row, *foreign] for row in self._replicated],
+            local=self._leaves,
+            outputs=[list(row) for row in edges],
+            partials=[[] for _ in edges],
+            is_shared=self._is_shared,
+            is_reentrant=self._is_reentrant,
+            turns=threading.Lock() if foreign else contextlib.nullcontext(),
+        )
+        return stitch(graphs, values, sources, self._local)
+
+    def _find_sources(self, replicas: Sequence[Replica]) -> list[Tensor]:
+        """The source's tensors that a gradient may reach, in the order of the first replica."""
+        sources = []
+        for key, link in replicas[0].links.items():
+            if not link.source.requires_grad or link.rows is not None:
+                continue
+            copies = [replica.links[key].copy for replica in replicas]
+            # What re-entrant checkpointing will reach cannot be seen in the graph beforehand.
+            is_used = self._is_reentrant or any(
+                id(copy) in used for copy, used in zip(copies, self._used, strict=True)
+            )
+            if is_used and all(copy.requires_grad for copy in copies):
+                sources.append(link.source)
+        return sources
+
+    def _find_foreign(self) -> list[Tensor]:
+        """Leaves of the shards' graphs that are not the replicas' and not the batch's."""
+        found = {key: leaf for used in self._used for key, leaf in used.items()}
+        for row in (*self._replicated, *self._leaves):
+            for leaf in row:
+                found.pop(id(leaf), None)
+        return [leaf for leaf in found.values() if leaf.requires_grad]
+
+
+def _add_carried(
+    replicas: Sequence[Replica], leaves: list[list[Tensor]], local: list[list[Tensor]]
+) -> None:
+    """Add tensors on the module of which each shard has its own rows, where they need gradients."""
+    for replica, mine, given in zip(replicas, leaves, local, strict=True):
+        for link in replica.links.values():
+            if link.rows is not None and link.copy.requires_grad:
+                mine.append(link.copy)
+                given.append(link.source.narrow(*link.rows))
+
+
+def _pick(row: list[T], places: list[int]) -> list[T]:
+    """What lies at these places; a shard may have fewer outputs than another."""
+    return [row[i] for i in places if i < len(row)]
 
 
 def _look_up(table: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda tensor: table.get(id(tensor), tensor)
-
-
-def _find_sources(
-    replicas: Sequence[Replica],
-    surveys: Sequence[Survey],
-    leaves: list[list[Tensor]],
-    local: list[list[Tensor]],
-) -> list[Tensor]:
-    """The source's tensors that a gradient may reach, in the order of the first replica.
-
-    Those of which each shard has its own rows are added to ``leaves`` and ``local`` instead.
-    """
-    links = [
-        link
-        for key, link in replicas[0].links.items()
-        if link.source.requires_grad and all(r.links[key].copy.requires_grad for r in replicas)
-    ]
-    if all(link.source.grad_fn is None and link.rows is None for link in links):
-        return [link.source for link in links]
-    sources = []
-    for key in [id(link.source) for link in links]:
-        parts = [replica.links[key] for replica in replicas]
-        source = parts[0].source
-        # A tensor attribute with a history of its own, such as the weight that an old-style weight
-        # norm leaves behind. If no shard used it, it must stay out: torch would walk through that
-        # history, perhaps freed long ago, even with no gradient to bring.
-        is_used = any(id(p.copy) in one.leaves for p, one in zip(parts, surveys, strict=True))
-        if source.grad_fn is not None and not is_used:
-            continue
-        if parts[0].rows is None:
-            sources.append(source)
-            continue
-        for part, mine, given in zip(parts, leaves, local, strict=True):
-            assert part.rows is not None
-            mine.append(part.copy)
-            given.append(source.narrow(*part.rows))
-    return sources
-
-
-def _find_foreign(surveys: Sequence[Survey], known: Iterable[Iterable[Tensor]]) -> list[Tensor]:
-    """Leaves of the shards' graphs that are not the replicas' and not the batch's."""
-    found: dict[int, Tensor] = {}
-    for one in surveys:
-        found.update(one.leaves)
-    for row in known:
-        for leaf in row:
-            found.pop(id(leaf), None)
-    return list(found.values())
 
 
 def _note(outputs: dict[int, Tensor], own: Container[int]) -> Callable[[Tensor], Tensor]:

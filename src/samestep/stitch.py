@@ -52,6 +52,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.context import current_shard
 from samestep.errors import note_shard
 from samestep.graphs import (
     Edge,
@@ -217,7 +218,10 @@ class _Backward:
 
         jobs = [backward(k) for k in range(self.num_shards)]
         try:
-            with self.graphs.runner.lock:
+            # Only leaves that accumulate are state of the replicas. Inside a shard (forward used an
+            # earlier output of the same wrapper) whoever runs that shard holds the lock.
+            is_locked = is_plain and current_shard() is None
+            with self.graphs.runner.lock if is_locked else contextlib.nullcontext():
                 local = self.graphs.runner.run_backward(jobs, self.inline)
         except RuntimeError as error:
             if "a second time" in str(error):

@@ -47,6 +47,8 @@ class Wrapper(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
             super().__setattr__(name, value)
+            if name == "training" and "module" in self._modules:
+                self.module.training = value
         else:
             setattr(self.module, name, value)
 
@@ -59,6 +61,22 @@ class Wrapper(nn.Module):
     def __dir__(self) -> list[str]:
         own: list[str] = super().__dir__()  # type: ignore[no-untyped-call]  # torch's
         return sorted({*own, *dir(self.module)})
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register on the inner module."""
+        self.module.register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register on the inner module."""
+        self.module.register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Register on the inner module."""
+        self.module.add_module(name, module)
+
+    def register_module(self, name: str, module: nn.Module | None) -> None:
+        """Register on the inner module."""
+        self.module.register_module(name, module)
 
     def _is_own(self, name: str) -> bool:
         own = self.__dict__
