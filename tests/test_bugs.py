@@ -1,0 +1,252 @@
+"""One test per fault that was found by trying to break the library, with its symptom."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import DataParallel, ReplicaError
+
+
+class Of(nn.Module):
+    """A module whose forward is ``function(self, ...)``."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def rows(num_rows=7, width=3, **options):
+    return torch.randn(num_rows, width, dtype=torch.float64, **options)
+
+
+def linear(num_in=3, num_out=2):
+    return nn.Linear(num_in, num_out).double()
+
+
+def run(function, seconds=20):
+    """Run in a thread, so that a deadlock fails the test and does not hang it."""
+    outcome = []
+
+    def work():
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert outcome, "it hangs"
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
+
+
+def assert_same_modules(one, other):
+    for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_repeated_call_sees_its_input_as_it_was():
+    """A shard of one row made BatchNorm refuse; the second attempt halved the input again."""
+
+    def halve(self, x):
+        return self.norm(self.fc(x.div_(2.0)))
+
+    module = Of(halve, fc=linear(), norm=nn.BatchNorm1d(2).double())
+    plain = copy.deepcopy(module)
+    x = rows()
+    once = x / 2
+    plain(x.clone())
+    DataParallel(module, replicas=3)(x)
+    torch.testing.assert_close(x, once)
+    assert_same_modules(module, plain)
+
+
+def test_an_input_that_cannot_be_put_back_is_an_error():
+    """A dropout that begins in a later call made the call run again on what it had changed."""
+
+    def shift(self, x):
+        return self.drop(x.sub_(1.0))
+
+    model = DataParallel(Of(shift, drop=nn.Dropout(0.0)), replicas=2)
+    for _ in range(2):
+        model(rows(4))
+    model.module.drop.p = 0.5
+    with pytest.raises(RuntimeError, match="changed its input in place, and the call had to be"):
+        model(rows(4))
+
+
+def test_a_gradient_hook_on_what_forward_did_not_use_is_not_called():
+    """The hook of an unused parameter was called with None."""
+    module = Of(lambda self, x: self.a(x), a=linear(), b=linear())
+    module.b.weight.register_hook(lambda gradient: gradient * 2)
+    DataParallel(module, replicas=3)(rows()).sum().backward()
+    assert module.b.weight.grad is None
+    assert module.a.weight.grad is not None
+
+
+def test_two_outputs_two_backwards_behind_an_encoder():
+    """The first backward walked, and freed, what lay before the other output."""
+    module = Of(lambda self, a, b: (self.fc(a), self.fc(b)), fc=linear())
+    plain = copy.deepcopy(module)
+    found = []
+    for net in (plain, DataParallel(module, replicas=3)):
+        torch.manual_seed(0)
+        first, second = rows(requires_grad=True), rows(requires_grad=True)
+        one, other = net(first.sigmoid(), second.sigmoid())
+        one.sum().backward()
+        assert second.grad is None
+        other.square().sum().backward()
+        found.append((first.grad, second.grad))
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(module.fc.weight.grad, plain.fc.weight.grad)
+
+
+def test_shards_with_unlike_numbers_of_outputs():
+    """Outputs were grouped by a position that one of the shards did not have."""
+
+    def per_row(self, x):
+        return list(self.fc(x).unbind())
+
+    module = Of(per_row, fc=linear())
+    x = rows()
+    found = DataParallel(module, replicas=3)(x)
+    torch.testing.assert_close(torch.stack(found), torch.stack(module(x)))
+    torch.stack(found).sum().backward()
+    assert module.fc.weight.grad is not None
+
+
+def test_forward_that_uses_an_earlier_output_of_the_same_wrapper_does_not_hang():
+    """Backward of the inner step waited for the lock that the outer one held."""
+    box = []
+
+    def remember(self, x):
+        output = self.fc(x)
+        return output + box[0].mean() if box else output
+
+    module = Of(remember, fc=linear())
+    plain = copy.deepcopy(module)
+    gradients = []
+    for net in (plain, DataParallel(module, replicas=3)):
+        torch.manual_seed(0)
+        box.clear()
+        box.append(net(rows()))
+        output = net(rows())
+        run(lambda output=output: output.sum().backward(retain_graph=True))
+        gradients.append(net.fc.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+class Conditional(nn.BatchNorm1d):
+    def forward(self, batch, gain):
+        return super().forward(batch) * gain
+
+
+def test_batch_norm_by_keyword_and_with_more_arguments():
+    """Both raised a TypeError."""
+    module = Of(
+        lambda self, x: self.own(self.norm(input=x), x[:, :1]),
+        norm=nn.BatchNorm1d(3).double(),
+        own=Conditional(3).double(),
+    )
+    plain = copy.deepcopy(module)
+    x = rows(8)
+    DataParallel(module, replicas=2)(x)
+    plain(x)
+    torch.testing.assert_close(module.norm.running_var, plain.norm.running_var)
+    assert module.own.num_batches_tracked == 1
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_not_synchronised_in_silence():
+    """Its forward was replaced, and with it what it did."""
+    model = DataParallel(
+        Of(lambda self, x: self.n(x, x), n=Conditional(3).double()),
+        replicas=2,
+        sync_batch_norm=True,
+    )
+    with pytest.raises(ReplicaError, match="Conditional is a BatchNorm with a forward of its own"):
+        model(rows(8))
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_statistics_that_are_not_tracked_stay(sync):
+    """They were written all the same, and the variance shrank."""
+    module = nn.BatchNorm1d(3).double()
+    model = DataParallel(module, replicas=3, sync_batch_norm=sync)
+    model(rows(9))
+    before = copy.deepcopy(module.state_dict())
+    module.track_running_stats = False
+    model(rows(9))
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_statistics_updated_by_the_functional_form_are_kept():
+    """torch raises neither a version nor the counter there; the update was lost."""
+
+    def functional(self, x):
+        bn = self.norm
+        return nn.functional.batch_norm(x, bn.running_mean, bn.running_var, training=True)
+
+    module = Of(functional, norm=nn.BatchNorm1d(3).double())
+    plain = copy.deepcopy(module)
+    x = rows(9)
+    for _ in range(2):
+        DataParallel(module, replicas=3)(x)
+        plain(x)
+    assert not torch.equal(module.norm.running_mean, torch.zeros(3))
+    torch.testing.assert_close(module.norm.running_mean, plain.norm.running_mean)
+
+
+def test_a_generator_on_the_module_may_be_used_later():
+    """It was drawn from by all threads at once, once the model was thought to draw nothing."""
+
+    def noise(self, x):
+        self.step += 1
+        return x + torch.randn(x.shape, generator=self.source) if self.step > 1 else x
+
+    seen = []
+    for _ in range(5):
+        module = Of(noise, step=0, source=torch.Generator().manual_seed(1))
+        model = DataParallel(module, replicas=4)
+        seen.append([model(torch.zeros(8, 50)) for _ in range(3)][-1])
+    assert all(torch.equal(one, seen[0]) for one in seen)
+    assert not torch.equal(seen[0][:2], seen[0][2:4])
+
+
+def test_what_is_registered_on_the_wrapper_is_the_modules():
+    """Buffers, parameters and modules went to the wrapper, and were not saved."""
+    module = linear()
+    model = DataParallel(module, replicas=2)
+    model.register_buffer("mean", torch.ones(1))
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    model.add_module("head", nn.Linear(1, 1))
+    model.training = False
+    assert {"mean", "scale", "head.weight"} <= model.state_dict().keys()
+    assert module.mean is model.mean
+    assert not module.training
+
+
+def test_freezing_between_two_forwards_of_one_loss():
+    """The older graph asked for the gradient of a leaf that required none any more."""
+    module = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 2))
+    plain = copy.deepcopy(module)
+    gradients = []
+    for net in (plain, DataParallel(module, replicas=3)):
+        torch.manual_seed(0)
+        first = net(rows())
+        net.requires_grad_(False)
+        second = net(rows(requires_grad=True))
+        net.requires_grad_(True)
+        (first.sum() + second.sum()).backward()
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    torch.testing.assert_close(*gradients)
