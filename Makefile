@@ -27,6 +27,7 @@ help:
 
 # setuptools first, and no build isolation: one pinned set of packages for everything.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV), about a minute (longer if PyTorch must be downloaded)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt 'setuptools>=77'
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'

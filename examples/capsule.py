@@ -84,9 +84,12 @@ def make_model():
 
 def main():
     parser = argparse.ArgumentParser(description="a capsule network with dynamic routing")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.add_argument("--steps", type=int, default=40, help="training steps of each model")
+    parser.add_argument("--replicas", type=int, default=2, help="replicas that share each batch")
     args = parser.parse_args()
+    if min(args.steps, args.replicas) < 1:
+        parser.error("--steps and --replicas must be at least 1")
 
     plain = train(make_model(), args.steps)
 

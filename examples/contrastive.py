@@ -4,7 +4,8 @@
 
 The loss stands outside the wrapper and sees the embeddings of the whole batch, so each row has the
 batch's other rows as negatives, whatever the number of replicas. The last lines show what the loss
-would be with those of its own shard only. The same training runs on the plain module too.
+would be with those of its own shard only; a shard of one row has none. The same training runs on
+the plain module too.
 """
 
 import argparse
@@ -64,9 +65,12 @@ def train(model, steps):
 
 def main():
     parser = argparse.ArgumentParser(description="a contrastive loss over the whole batch")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.add_argument("--steps", type=int, default=30, help="training steps of each model")
+    parser.add_argument("--replicas", type=int, default=2, help="replicas that share each batch")
     args = parser.parse_args()
+    if min(args.steps, args.replicas) < 1:
+        parser.error("--steps and --replicas must be at least 1")
 
     plain, _ = train(make_model(), args.steps)
 
@@ -84,6 +88,9 @@ def main():
     alone = [contrastive_loss(*shard).item() for shard in shards]
     print(f"last loss with the negatives of all {BATCH} rows: {parallel[-1]:.4f}")
     print(f"with those of the own shard only: {sum(alone) / len(alone):.4f}")
+    lonely = sum(len(shard) == 1 for shard in first.chunk(args.replicas))
+    if lonely:
+        print(f"(shards of one row: {lonely} of {len(alone)}; without negatives their loss is 0)")
     deviation = max(abs(a - b) for a, b in zip(plain, parallel, strict=True))
     print(f"largest deviation from the plain module: {deviation:.1e} (tolerance {TOLERANCE:.0e})")
 

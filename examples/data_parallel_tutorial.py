@@ -6,7 +6,8 @@
 # batch and the whole output.
 #
 # With several accelerators, each gets a replica. To see several replicas on any machine, start
-# Python with the environment variable `SAMESTEP_REPLICAS=2` (or 3, or 8).
+# Python with the environment variable `SAMESTEP_REPLICAS=2` (or 3, or 8). The script takes no
+# arguments.
 
 # %%
 import torch

@@ -50,7 +50,8 @@ def train(model, data, steps, title=None):
     generator = torch.Generator().manual_seed(1)  # the same batches for every model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model.train()
-    progress = tqdm(range(steps), title, disable=title is None, ncols=88)
+    # disable=None: tqdm shows itself in a terminal only
+    progress = tqdm(range(steps), title, disable=title is None or None, ncols=88)
     for _ in progress:
         rows = torch.randint(len(images), (BATCH,), generator=generator)
         loss = nn.functional.cross_entropy(model(images[rows]), labels[rows])
@@ -97,9 +98,12 @@ def measure(models, data, blocks=9, steps=10):
 
 def main():
     parser = argparse.ArgumentParser(description="digits, on several replicas and plain")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.add_argument("--steps", type=int, default=300, help="training steps of each model")
+    parser.add_argument("--replicas", type=int, default=2, help="replicas that share each batch")
     args = parser.parse_args()
+    if min(args.steps, args.replicas) < 1:
+        parser.error("--steps and --replicas must be at least 1")
     rows, held_out = load_data()
     print("1. The same step? (float64, dropout off, BatchNorm synchronised)")
     compare(rows, args.replicas, min(args.steps, 10))
@@ -111,6 +115,7 @@ def main():
     print(f"loss: {losses[0]:.4f} -> {losses[-1]:.4f}   (plain: {plain_losses[-1]:.4f})")
     ours, theirs = accuracy(model, *held_out), accuracy(plain, *held_out)
     print(f"accuracy on {HELD_OUT} held-out rows: {ours:.1%}   (plain: {theirs:.1%})")
+    print("they may differ: dropout draws other cells, and BatchNorm normalises shard by shard")
     ours, theirs = measure([model, plain], rows)
     print(f"3. Speed: {theirs / ours:.2f} times that of the plain module ", end="")
     print(f"({ours:.1f} and {theirs:.1f} ms per step; plain: {torch.get_num_threads()} threads)")

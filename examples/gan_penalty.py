@@ -78,9 +78,17 @@ def train(generator, critic, steps):
 
 def main():
     parser = argparse.ArgumentParser(description="a GAN with a gradient penalty")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=30,
+        help="steps of the generator; the critic takes several in each",
+    )
+    parser.add_argument("--replicas", type=int, default=2, help="replicas that share each batch")
     args = parser.parse_args()
+    if min(args.steps, args.replicas) < 1:
+        parser.error("--steps and --replicas must be at least 1")
 
     plain = train(*make_models(), args.steps)
 

@@ -1,6 +1,8 @@
 """One test per fault that was found by trying to break the library, with its symptom."""
 
 import copy
+import os
+import signal
 import threading
 
 import pytest
@@ -250,3 +252,91 @@ def test_freezing_between_two_forwards_of_one_loss():
         (first.sum() + second.sum()).backward()
         gradients.append([parameter.grad for parameter in net.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+def test_rows_of_a_parameter_that_only_some_shards_renormalise():
+    """The merged embedding was the mean of what a shard wrote and what the others had not."""
+    module = nn.Embedding(10, 4, max_norm=1.0).double()
+    plain = copy.deepcopy(module)
+    for net in (plain, DataParallel(module, replicas=3)):
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.randint(10, (7, 2))).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(module.weight, plain.weight)
+
+
+def test_a_parameters_memory_under_another_name_follows_the_optimizer():
+    """``weight.data`` kept as an attribute stayed what it was in the first call."""
+
+    def tied(self, x):
+        return self.fc(x) + x @ self.memory.t()
+
+    module = Of(tied, fc=linear())
+    module.memory = module.fc.weight.data
+    model = DataParallel(module, replicas=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = rows()
+    for _ in range(3):
+        torch.testing.assert_close(model(x), module(x))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_vmap_that_draws_inside_forward():
+    """The call's seed was drawn inside the vmap."""
+
+    def noisy(self, x):
+        draw = torch.func.vmap(lambda row: row + torch.rand(3), randomness="different")
+        return draw(x)
+
+    model = DataParallel(Of(noisy), replicas=2)
+    torch.manual_seed(0)
+    first = model(torch.zeros(6, 3))
+    torch.manual_seed(0)
+    assert torch.equal(first, model(torch.zeros(6, 3)))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_an_output_that_is_there_twice_is_one_object():
+    """It was joined twice, and a change of one did not show in the other."""
+    model = DataParallel(Of(lambda self, x: (self.fc(x), None)[:1] * 2, fc=linear()), replicas=3)
+    one, other = model(rows())
+    assert one is other
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_child_forked_in_the_middle_of_a_call_can_use_the_wrapper():
+    """It waited for a lock that a thread held which it did not have."""
+    model = DataParallel(linear(), replicas=2)
+    x = rows(4)
+    model(x)
+    with model._samestep_runtime.lock, model._samestep_runtime.replicas.lock:
+        thread = threading.Thread(target=lambda: model(x), daemon=True)
+        thread.start()  # so that a thread other than the child's only one wants the lock
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(10)
+                worker = threading.Thread(target=lambda: model(x))
+                worker.start()
+                worker.join(8)
+                code = int(worker.is_alive())
+            finally:
+                os._exit(code)
+    _, status = os.waitpid(child, 0)
+    thread.join(10)
+    assert status == 0
+
+
+def test_an_error_names_the_tensors_that_no_shard_got_its_rows_of():
+    """A mask that went whole gave torch's shape error and no hint."""
+    model = DataParallel(Of(lambda self, x, mask: x + mask), replicas=2)
+    with pytest.raises(RuntimeError) as caught:
+        model(rows(8), torch.zeros(7, 3, dtype=torch.float64))
+    notes = "\n".join(caught.value.__notes__)
+    assert "given whole to every shard: args[1] float64 [7, 3]; see model.explain()" in notes

@@ -107,12 +107,16 @@ def test_a_bad_environment_is_refused(monkeypatch, text, message):
         plan_slots(None, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "forced"), [("1", True), ("yes", True), ("0", False), ("", False)]
-)
+@pytest.mark.parametrize(("text", "forced"), [("1", True), ("0", False), ("", False)])
 def test_serial_running_is_asked_for_by_the_environment(monkeypatch, text, forced):
     monkeypatch.setenv("SAMESTEP_SERIAL", text)
     assert is_serial_forced() == forced
+
+
+def test_what_does_not_say_whether_to_run_serially_is_refused(monkeypatch):
+    monkeypatch.setenv("SAMESTEP_SERIAL", "false")
+    with pytest.raises(ValueError, match="SAMESTEP_SERIAL must be 1 or 0, got 'false'"):
+        is_serial_forced()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -307,8 +307,8 @@ DIM_ADVICE = "<the dim that counts rows>}, or 'mean', 'sum', 'first', 'list'"
         (
             [Named(*scalars(1, 3)), Named(*scalars(1, 4))],
             (2, 1),
-            "output.b differs between shards: shard 0 (2 rows): int64 []; shard 1 (1 rows): int64 "
-            "[]; pass out_dims={'b': 'mean'} (weighted by rows), 'sum', 'first' or 'list'",
+            "output.b differs between shards: shard 0 (2 rows): int64 [] 3; shard 1 (1 rows): "
+            "int64 [] 4; pass out_dims={'b': 'mean'} (weighted by rows), 'sum', 'first' or 'list'",
         ),
         (
             [3, 4],

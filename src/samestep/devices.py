@@ -33,7 +33,10 @@ class Slot:
 
 def is_serial_forced() -> bool:
     """Whether ``SAMESTEP_SERIAL=1`` asks for shards one after another in the caller's thread."""
-    return os.environ.get(ENV_SERIAL, "") not in ("", "0")
+    text = os.environ.get(ENV_SERIAL, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{ENV_SERIAL} must be 1 or 0, got {text!r}")
+    return text == "1"
 
 
 def resolve_device(device: Device, *, argument: str = "device_ids") -> torch.device:

@@ -18,7 +18,7 @@ Must not: walk containers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -61,6 +61,7 @@ class Joining:
     total: Total
     whole: Whole | None
     strict: bool
+    done: dict[tuple[int, ...], Any] = field(default_factory=dict)  # by ids of the shards' values
 
 
 def join_leaves(joining: Joining, values: list[Any], spec: Any, word: Any, path: Path) -> Any:
@@ -86,7 +87,9 @@ def join_leaves(joining: Joining, values: list[Any], spec: Any, word: Any, path:
     if isinstance(first, Tensor) and any(v.layout != first.layout for v in values):
         refuse(joining, values, path, "has different layouts")
     if any(not has_shape(v) or v.ndim != first.ndim for v in values):
-        refuse(joining, values, path, "has different numbers of dims")
+        hint = " (a squeeze() without a dim also drops the rows of a one-row shard)"
+        is_hint_due = 1 in joining.rows and len({*joining.rows}) > 1
+        refuse(joining, values, path, f"has different numbers of dims{hint * is_hint_due}")
     if word in ("mean", "sum"):
         return _reduce(joining, values, word, path)
     if is_dim(word) and (first.ndim > 0 or is_dim(spec)):
@@ -113,7 +116,7 @@ def move_tree(tree: Any, device: torch.device | None) -> Any:
 def refuse(joining: Joining, values: list[Any], path: Path, fact: str) -> NoReturn:
     """Raise a MergeError that shows where, why, what each shard returned, and what to pass."""
     shards = "; ".join(
-        f"shard {shard} ({num_rows} rows): {describe_value(value)}"
+        f"shard {shard} ({num_rows} rows): {_show_value(value)}"
         for shard, (value, num_rows) in enumerate(zip(values, joining.rows, strict=True))
     )
     name = "/".join(str(key) for _, key in path)
@@ -130,6 +133,13 @@ def refuse(joining: Joining, values: list[Any], path: Path, fact: str) -> NoRetu
     else:
         advice = f"pass {remedy(repr('list'))} for one value per shard, or 'first'"
     raise MergeError(f"{show_path(path)} {fact}: {shards}; {advice}")
+
+
+def _show_value(value: Any) -> str:
+    """A description; of a single number its value too."""
+    text = describe_value(value)
+    is_number = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+    return f"{text} {value.item()}" if is_number and not value.dim() and not value.is_meta else text
 
 
 def show_path(path: Path) -> str:

@@ -158,7 +158,12 @@ def _merge_node(joining: Joining, values: list[Any], spec: Any, path: Path) -> A
     if first is None and not mirrors:
         return None
     if holds_rows(first) and not mirrors:
-        return join_leaves(joining, values, spec, word, path)
+        if word is not None:
+            return join_leaves(joining, values, spec, word, path)
+        key = tuple(map(id, values))  # an output that is there twice stays one object
+        if key not in joining.done:
+            joining.done[key] = join_leaves(joining, values, spec, word, path)
+        return joining.done[key]
     if isinstance(first, (int, float, complex)) and word in ("mean", "sum"):
         return reduce_numbers(joining, values, word)
     opened = open_container(first)

@@ -13,9 +13,10 @@ Must not: contain any of the ideas it composes.
 from __future__ import annotations
 
 import inspect
+import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +24,11 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from samestep import rng, step
 from samestep.context import current_shard, must_run_plainly, use_num_threads
 from samestep.devices import Device, Slot, is_serial_forced
 from samestep.engine import Engine, SerialEngine, ThreadEngine
+from samestep.errors import note_shard
 from samestep.functional import (
     gather,
     make_runner,
@@ -35,17 +38,33 @@ from samestep.functional import (
     scatter,
 )
 from samestep.habits import Habits, Trial, Verdict
-from samestep.norm import has_batch_norm, install
+from samestep.norm import has_batch_norm, install, is_norm_refusal
 from samestep.options import Options, check_options
+from samestep.plan import SplitPlan, explain_plan, join_single_rows
 from samestep.replica import LazyError, Replica, home_device, replicas_of
 from samestep.replicas import ReplicaSet, ReplicaStats
 from samestep.runner import Runner
-from samestep.split import SplitPlan, explain_plan, plan_split
+from samestep.split import plan_split
 from samestep.state import Changes, StateWriter, check_buffers
 from samestep.step import find_tensors, run_shards
 from samestep.wrapper import Wrapper
 
 __all__ = ["DataParallel", "data_parallel"]
+
+
+_runtimes: weakref.WeakSet[_Runtime] = weakref.WeakSet()
+
+
+def _start_anew() -> None:
+    """After a fork, in the child."""
+    rng.renew_lock()
+    step.renew_lock()
+    for runtime in _runtimes:
+        runtime.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
 
 
 class _Runtime:
@@ -66,10 +85,16 @@ class _Runtime:
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
         # Plans with a shard of one row that a BatchNorm refused, and the plans used instead.
         self.joined: dict[tuple[SplitPlan, bool], SplitPlan] = {}
+        _runtimes.add(self)
         self.can_watch = all(slot.device.type == "cpu" for slot in options.slots)
 
     def __reduce__(self) -> Any:
         return _Runtime, self._arguments
+
+    def renew(self) -> None:
+        """Start anew in a forked child, where the thread that held a lock does not exist."""
+        self.lock = threading.RLock()
+        self.replicas.renew()
 
 
 class DataParallel(Wrapper):
@@ -235,8 +260,9 @@ class DataParallel(Wrapper):
                 return output
         except BaseException as error:
             trial.undo()
-            joined = _join_single_rows(plan, error)
+            joined = join_single_rows(plan) if is_norm_refusal(error) else None
             if joined is None:
+                _note_whole(plan, error)
                 raise
             trial.restore_inputs()
             runtime.joined[plan, self.module.training] = plan = joined
@@ -397,24 +423,9 @@ def _prepare(replica: Replica, sync: bool) -> None:
     replica.norms = install(replica.follower.modules, sync=sync)
 
 
-def _join_single_rows(plan: SplitPlan, error: BaseException) -> SplitPlan | None:
-    """A plan without shards of one row, if such a shard is why a BatchNorm refused to run.
-
-    The plain module runs on this batch, so a batch that happens to end in a shard of one row must
-    not stop a training; None if the error has another cause.
-    """
-    is_cause = isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
-    if not is_cause or 1 not in plan.sizes or plan.num_shards < 2:
-        return None
-    sizes: list[int] = []
-    slots: list[int] = []
-    for size, slot in zip(plan.sizes, plan.slots, strict=True):
-        if sizes and sizes[-1] == 1:
-            sizes[-1] += size
-        else:
-            sizes.append(size)
-            slots.append(slot)
-    if sizes[-1] == 1 and len(sizes) > 1:  # the last row: nothing follows that could join it
-        slots.pop()
-        sizes[-2:] = [sizes[-2] + 1]
-    return replace(plan, sizes=tuple(sizes), slots=tuple(slots))
+def _note_whole(plan: SplitPlan, error: BaseException) -> None:
+    """Say which tensors no shard got its rows of: often the reason why shapes do not fit."""
+    whole = [leaf for leaf in plan.leaves if leaf.action == "whole" and "[" in leaf.description]
+    if whole and isinstance(error, Exception):
+        named = ", ".join(f"{leaf.path} {leaf.description}" for leaf in whole)
+        note_shard(error, f"given whole to every shard: {named}; see model.explain() and in_dims=")

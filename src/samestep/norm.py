@@ -32,7 +32,14 @@ from samestep.errors import ReplicaError
 from samestep.group import all_reduce, current_group
 from samestep.reduce import tree_sum
 
-__all__ = ["CallStatistics", "NormRecord", "has_batch_norm", "install", "merge_statistics"]
+__all__ = [
+    "CallStatistics",
+    "NormRecord",
+    "has_batch_norm",
+    "install",
+    "is_norm_refusal",
+    "merge_statistics",
+]
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,15 @@ class NormRecord:
 def has_batch_norm(module: nn.Module) -> bool:
     """Whether a submodule normalises with batch statistics."""
     return any(isinstance(child, _BatchNorm) for child in module.modules())
+
+
+def is_norm_refusal(error: BaseException) -> bool:
+    """Whether a BatchNorm refused a shard because a single row has no variance.
+
+    The plain module runs on the whole batch, so a batch that happens to end in such a shard must
+    not stop a training.
+    """
+    return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
 
 
 def install(pairs: Sequence[tuple[nn.Module, nn.Module]], *, sync: bool) -> list[NormRecord]:

@@ -14,7 +14,7 @@ Must not: cut anything, or decide what happens to a single leaf.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +30,7 @@ __all__ = [
     "explain_plan",
     "find_first",
     "is_sliceable",
+    "join_single_rows",
     "plan_sizes",
 ]
 
@@ -267,3 +268,24 @@ def _is_row_list(rows: list[Any], carriers: list[Carrier]) -> bool:
 def is_sliceable(value: Any) -> bool:
     """Can rows be taken out of it by position and its type kept?"""
     return isinstance(value, (list, deque)) or type(value) is tuple
+
+
+def join_single_rows(plan: SplitPlan) -> SplitPlan | None:
+    """Return a plan without shards of one row, or None if ``plan`` has none that could be joined.
+
+    A single row joins the shard after it; the last one, the shard before.
+    """
+    if 1 not in plan.sizes or plan.num_shards < 2:
+        return None
+    sizes: list[int] = []
+    slots: list[int] = []
+    for size, slot in zip(plan.sizes, plan.slots, strict=True):
+        if sizes and sizes[-1] == 1:
+            sizes[-1] += size
+        else:
+            sizes.append(size)
+            slots.append(slot)
+    if sizes[-1] == 1 and len(sizes) > 1:
+        slots.pop()
+        sizes[-2:] = [sizes[-2] + 1]
+    return replace(plan, sizes=tuple(sizes), slots=tuple(slots))

@@ -107,6 +107,7 @@ class Replica:
         self._by_copy: dict[int, Link] = {}
         self._targets: dict[int, Any] = {}
         self.home = home_device(source)
+        self._storages = {_get_storage(parameter) for parameter in source.parameters()} - {0}
         self.follower = Follower(source, self._link, devices={self.home: slot.device})
         for link in self.links.values():
             if isinstance(link.source, nn.Parameter):
@@ -243,6 +244,10 @@ class Replica:
             raise LazyError(f"{path.lstrip('.')!r} has no shape yet")
         is_suspect, rows = id(source) in self._written, self.rows.get(id(source))
         is_parameter = isinstance(source, nn.Parameter) or source.requires_grad
+        if not is_parameter and _get_storage(source) in self._storages:
+            # A parameter's memory under another name (``weight.data``): it changes with the
+            # parameter, and no version tells.
+            is_parameter, is_suspect = True, not self._share or source.device != self.slot.device
         is_private = is_suspect or rows is not None or not is_parameter
         is_alias = self._share and not is_private and source.device == self.slot.device
         with torch.inference_mode(False), torch.no_grad():
@@ -299,3 +304,10 @@ def home_device(module: nn.Module) -> torch.device:
 _UNVERSIONED = {"running_mean", "running_var"}
 # Weak on both sides: a replica belongs to its set.
 _registry: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
+
+
+def _get_storage(tensor: Tensor) -> int:
+    """The address of the memory that the tensor lies in; 0 where there is none to name."""
+    if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor):
+        return 0
+    return tensor.untyped_storage().data_ptr()

@@ -78,6 +78,11 @@ class ReplicaSet:
         """What was done so far."""
         return ReplicaStats(*self._counts)
 
+    def renew(self) -> None:
+        """Start anew in a forked child: a call may have been half done, and the lock held."""
+        self.lock = threading.RLock()
+        self.clear()
+
     def clear(self) -> None:
         """Drop every replica; the next refresh builds them anew."""
         self._replicas: dict[int, Replica] = {}

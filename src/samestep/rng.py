@@ -42,13 +42,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Draws", "Stream", "Watch", "use_stream"]
+__all__ = ["Draws", "Stream", "Watch", "renew_lock", "use_stream"]
 
 _REAL = torch.default_generator
 # Held while the default generator is read or swapped; a swapped section may seed another stream.
 _lock = threading.RLock()
 # Sanctioned draws of this process; Watch needs it when two callers run at once.
 _num_seeds = 0
+
+
+def renew_lock() -> None:
+    """Make a new lock: in a forked child nobody may be left to release the old one."""
+    global _lock
+    _lock = threading.RLock()
 
 
 class _Current(threading.local):
@@ -84,7 +90,11 @@ class Draws:
             if id(generator) not in self._seeds:
                 if self._peek and generator is _REAL:
                     return _mix(generator.initial_seed(), index)
-                with torch._C.DisableTorchFunction(), torch.inference_mode(False):
+                with (
+                    torch._C.DisableTorchFunction(),
+                    torch._C._DisableFuncTorch(),
+                    torch.inference_mode(False),
+                ):
                     drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
                 self._seeds[id(generator)] = int(drawn)
                 self._users.append(generator)

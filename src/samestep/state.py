@@ -241,8 +241,7 @@ class StateWriter:
             stacked = torch.stack(values)
             return stacked.amax(0) if rule == "max" else stacked.amin(0)
         if same_shape and (values[0].is_floating_point() or values[0].is_complex()):
-            total = sum(rows)
-            return tree_sum([v * (r / total) for v, r in zip(values, rows, strict=True)])
+            return _average(None if rule == "mean" else old, values, rows)
         shown = ", ".join(_show(value) for value in values)
         raise MergeError(
             f"buffer {show_path(path)!r} differs between the shards and cannot be averaged "
@@ -394,6 +393,30 @@ def _are_equal_values(values: Sequence[Any]) -> bool:
     if not all(isinstance(leaf, plain) for leaf in leaves):
         return False
     return all(type(value) is type(values[0]) and value == values[0] for value in values)
+
+
+def _average(old: Tensor | None, values: list[Tensor], rows: Sequence[int]) -> Tensor:
+    """The mean weighted by rows; entry by entry, of the shards that changed it.
+
+    A shard may write only what its rows are about (the embeddings that they look up): what it left
+    as it was must not pull the others' entries back.
+    """
+    total = sum(rows)
+    weights = [row / total for row in rows]
+    masks = [torch.ones_like(v, dtype=torch.bool) for v in values]
+    if old is not None and old.shape == values[0].shape:
+        before = old.to(values[0].device)
+        masks = [value != before for value in values]
+    if all(bool(mask.all()) for mask in masks):
+        return tree_sum([v * w for v, w in zip(values, weights, strict=True)])
+    real = values[0].real.dtype if values[0].is_complex() else values[0].dtype
+    changed = tree_sum([m.to(real) * w for m, w in zip(masks, weights, strict=True)])
+    parts = [
+        torch.where(mask, value * weight, 0)
+        for mask, value, weight in zip(masks, values, weights, strict=True)
+    ]
+    mean = tree_sum(parts) / changed.clamp_min(torch.finfo(real).tiny)
+    return torch.where(changed > 0, mean, before)
 
 
 def _show(value: Tensor) -> str:

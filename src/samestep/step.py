@@ -32,7 +32,7 @@ from samestep.state import Changes, collect
 from samestep.stitch import ShardGraphs, stitch
 from samestep.tree import map_leaves
 
-__all__ = ["find_tensors", "map_tensors", "run_shards"]
+__all__ = ["find_tensors", "map_tensors", "renew_lock", "run_shards"]
 
 T = TypeVar("T")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -167,6 +167,15 @@ class _Never:
         return self
 
     __isub__ = __iadd__
+
+
+def renew_lock() -> None:
+    """Make a new lock, and let the cache be: for a forked child."""
+    global _uncached_lock, _num_uncached
+    _uncached_lock, was_uncached = threading.Lock(), _num_uncached
+    _num_uncached = 0
+    if was_uncached:
+        parametrize._cache_enabled = _NEVER.before
 
 
 _NEVER = _Never()
