@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import samestep
 from samestep import DataParallel, ReplicaError
 
 
@@ -340,3 +341,43 @@ def test_an_error_names_the_tensors_that_no_shard_got_its_rows_of():
         model(rows(8), torch.zeros(7, 3, dtype=torch.float64))
     notes = "\n".join(caught.value.__notes__)
     assert "given whole to every shard: args[1] float64 [7, 3]; see model.explain()" in notes
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(3, 2).double()
+        self.h = None
+
+    def forward(self, x):
+        fits = self.h is not None and len(self.h) == len(x)
+        self.h = self.cell(x, self.h if fits else None)
+        return self.h
+
+
+def test_state_per_row_that_the_user_packs_anew_between_calls():
+    """Only the very tensor that a step had left was cut again."""
+    module = Remembers()
+    plain = copy.deepcopy(module)
+    model = DataParallel(module, replicas=3)
+    torch.manual_seed(0)
+    for num_rows in (7, 7, 7, 1, 3, 6):
+        x = rows(num_rows)
+        torch.testing.assert_close(model(x), plain(x))
+        model.h = model.h.detach()
+        plain.h = plain.h.detach()
+
+
+def test_the_verbs_alone_pool_statistics_and_refuse_in_words():
+    module = nn.BatchNorm1d(3).double()
+    plain = copy.deepcopy(module)
+    x = rows(8)
+    replicas = samestep.replicate(module, ["cpu", "cpu"])
+    samestep.parallel_apply(replicas, samestep.scatter(x, ["cpu", "cpu"]))
+    plain(x)
+    torch.testing.assert_close(module.running_var, plain.running_var)
+    others = samestep.replicate(linear(), ["cpu"])
+    with pytest.raises(ValueError, match="replicas of different source modules"):
+        samestep.parallel_apply([replicas[0], others[0]], [rows(4), rows(4)])
+    with pytest.raises(ValueError, match="there are no outputs to gather"):
+        samestep.gather([], "cpu")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import nbclient
 import nbformat
@@ -52,7 +53,8 @@ def load_script(name):
 def run_main(name, *words, monkeypatch):
     """Call the main of an example in this process: quick, for words that end it at once."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
-    load_script(name).main()
+    with mock.patch.dict(os.environ):  # scikit-learn sets some variables when it is imported
+        load_script(name).main()
 
 
 def find_numbers(pattern, text):

@@ -23,8 +23,9 @@ from samestep.context import Shard
 from samestep.devices import Device, Slot, plan_slots, resolve_device
 from samestep.engine import Engine, ThreadEngine
 from samestep.merge import merge
+from samestep.norm import install
 from samestep.reduce import tree_sum
-from samestep.replica import find_replica, home_device
+from samestep.replica import Replica, find_replica, home_device
 from samestep.replicas import ReplicaSet
 from samestep.rng import Draws, Stream
 from samestep.runner import Runner
@@ -109,7 +110,9 @@ def replicate(
         The role of ``torch.nn.parallel.replicate``.
     """
     slots = _slots(devices)
-    replicas = (keep or ReplicaSet()).refresh(network, slots, sizes=sizes)
+    replicas = (keep or ReplicaSet(prepare=partial(prepare, sync=False))).refresh(
+        network, slots, sizes=sizes
+    )
     for replica in replicas if detach else ():
         for link in replica.links.values():
             link.copy.requires_grad_(False)
@@ -177,6 +180,11 @@ def parallel_apply(
                 for module, pair in zip(modules, pairs, strict=True)
             ]
         )
+    if len({id(replica.source) for replica in replicas}) > 1:
+        raise ValueError(
+            "the modules are replicas of different source modules; call parallel_apply once for "
+            "each of those"
+        )
     outputs, changes = run_shards(replicas, pairs, runner)
     StateWriter("merge", merge_state).write(changes, replicas, rows)
     return outputs
@@ -216,6 +224,8 @@ def gather(
     device = (
         None if target_device is None else resolve_device(target_device, argument="target_device")
     )
+    if not outputs:
+        raise ValueError("there are no outputs to gather; pass one per shard")
     if rows is None:
         rows = [_count_rows(((output,), {}), dim) for output in outputs]
     return merge(
@@ -228,6 +238,11 @@ def gather(
         total=tree_sum,
         whole=None if type(outputs[0]) is Tensor and outputs[0].grad_fn is not None else _same,
     )
+
+
+def prepare(replica: Replica, *, sync: bool) -> None:
+    """Give a new replica what its BatchNorm modules need."""
+    replica.norms = install(replica.follower.modules, sync=sync)
 
 
 def merge_state(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any:

@@ -12,13 +12,15 @@ for theirs. A module with such buffers and no counter is compared by value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from samestep.snapshot import Cell
+from samestep.tree import iter_leaves
 
 __all__ = [
     "Carried",
@@ -98,23 +100,26 @@ class Link:
 
 
 class Carried:
-    """State that a step leaves on the module with one entry per row, for the next step to read.
+    """Places on the module where steps leave state with one entry per row, for the next to read.
 
-    One device would find the whole batch's there; a shard must find its own rows of it.
+    One device would find the whole batch's state there; a shard must find its own rows of it, also
+    where the user has put another tensor in its place meanwhile (``model.h = model.h.detach()``).
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[Any, Sequence[tuple[Tensor, int]]] = {}
+        # By cell and key: the cell, the key, and the dim of the rows for each leaf of the value.
+        self._places: dict[tuple[int, Any], tuple[Cell, Any, list[int | None]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._tensors)
+        return bool(self._places)
 
-    def note(self, place: Any, tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """Remember what lies at ``place`` (anything hashable): tensors, and on which dim the
-        rows."""
-        self._tensors.pop(place, None)
+    def note(self, cell: Cell, key: Any, tensors: Sequence[tuple[Tensor, int]]) -> None:
+        """Remember which tensors of the entry ``key`` of ``cell`` have rows, and on which dim."""
+        self._places.pop((id(cell), key), None)
         if tensors:
-            self._tensors[place] = tensors
+            dims = {id(tensor): dim for tensor, dim in tensors}
+            leaves = _get_leaves(cell, key)
+            self._places[id(cell), key] = (cell, key, [dims.get(id(leaf)) for leaf in leaves])
 
     def plan(self, sizes: Sequence[int]) -> list[dict[int, Rows]]:
         """Say, per shard, which rows of which tensor (by id) it gets in a call with these sizes.
@@ -122,11 +127,12 @@ class Carried:
         Where the number of rows is not this batch's, a shard gets the whole tensor, as one device
         would; or none of it, if it could take that for its own rows by mistake.
         """
+        tensors = list(self._find())
         plans: list[dict[int, Rows]] = []
         start = 0
         for size in sizes:
             plan: dict[int, Rows] = {}
-            for tensor, dim in chain.from_iterable(self._tensors.values()):
+            for tensor, dim in tensors:
                 if tensor.size(dim) == sum(sizes):
                     plan[id(tensor)] = (dim, start, size)
                 elif tensor.size(dim) in sizes:
@@ -134,6 +140,20 @@ class Carried:
             plans.append(plan)
             start += size
         return plans
+
+    def _find(self) -> Iterator[tuple[Tensor, int]]:
+        for cell, key, dims in self._places.values():
+            leaves = _get_leaves(cell, key)
+            if len(leaves) != len(dims):
+                continue
+            for leaf, dim in zip(leaves, dims, strict=True):
+                if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
+                    yield leaf, dim
+
+
+def _get_leaves(cell: Cell, key: Any) -> list[Any]:
+    value = list(cell) if key is None else cell.get(key)
+    return [leaf for _, leaf in iter_leaves(value)]
 
 
 def as_leaf(data: Tensor, source: Tensor) -> Tensor:

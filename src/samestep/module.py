@@ -34,11 +34,12 @@ from samestep.functional import (
     make_runner,
     merge_state,
     move,
+    prepare,
     replicate,
     scatter,
 )
 from samestep.habits import Habits, Trial, Verdict
-from samestep.norm import has_batch_norm, install, is_norm_refusal
+from samestep.norm import has_batch_norm, is_norm_refusal
 from samestep.options import Options, check_options
 from samestep.plan import SplitPlan, explain_plan, join_single_rows
 from samestep.replica import LazyError, Replica, home_device, replicas_of
@@ -76,9 +77,7 @@ class _Runtime:
     def __init__(self, options: Options, buffers: str | Mapping[str, str]) -> None:
         self._arguments = (options, buffers)
         self.lock = threading.RLock()
-        self.replicas = ReplicaSet(
-            prepare=lambda replica: _prepare(replica, options.sync_batch_norm)
-        )
+        self.replicas = ReplicaSet(prepare=partial(prepare, sync=options.sync_batch_norm))
         self.habits = Habits(self.replicas)
         self.serial: Engine = SerialEngine(options.threads_per_replica)
         self.threads: Engine = ThreadEngine(options.threads_per_replica)
@@ -274,8 +273,8 @@ class DataParallel(Wrapper):
     def _keep(self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]) -> None:
         """Bring what the forwards wrote to the source module."""
         runtime = self._samestep_runtime
-        for place, tensors in runtime.writer.write(changes, replicas, rows).items():
-            runtime.replicas.carry(place, tensors)
+        for cell, key, tensors in runtime.writer.write(changes, replicas, rows):
+            runtime.replicas.carry(cell, key, tensors)
         runtime.replicas.mark_dirty(changes.cells)
         runtime.replicas.mark_moved(changes.parted)
 
@@ -417,10 +416,6 @@ def data_parallel(
 def _run_uncompiled(model: DataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Break the graph of a compiled caller here: threads and locks are nothing to compile."""
     return model._run(None, args, kwargs)
-
-
-def _prepare(replica: Replica, sync: bool) -> None:
-    replica.norms = install(replica.follower.modules, sync=sync)
 
 
 def _note_whole(plan: SplitPlan, error: BaseException) -> None:

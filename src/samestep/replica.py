@@ -106,6 +106,7 @@ class Replica:
         self.rows = rows
         self._by_copy: dict[int, Link] = {}
         self._targets: dict[int, Any] = {}
+        self.source = source
         self.home = home_device(source)
         self._storages = {_get_storage(parameter) for parameter in source.parameters()} - {0}
         self.follower = Follower(source, self._link, devices={self.home: slot.device})

@@ -106,9 +106,9 @@ class ReplicaSet:
         """A forward changed its copies of these source cells: renew them at the next refresh."""
         self._dirty.update((id(cell), cell) for cell in cells)
 
-    def carry(self, place: Any, tensors: Sequence[tuple[Tensor, int]]) -> None:
+    def carry(self, cell: Any, key: Any, tensors: Sequence[tuple[Tensor, int]]) -> None:
         """Tensors that a step left at ``place`` hold one entry per row, on the dim given."""
-        self._carried.note(place, tensors)
+        self._carried.note(cell, key, tensors)
 
     def mark_moved(self, tensors: Sequence[Tensor]) -> None:
         """A forward gave its aliases of these tensors other memory: make new ones."""

@@ -143,7 +143,7 @@ class StateWriter:
 
     def write(
         self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]
-    ) -> dict[Any, list[tuple[Tensor, int]]]:
+    ) -> list[tuple[Any, Any, list[tuple[Tensor, int]]]]:
         """Bring ``changes`` back to the source module.
 
         Args:
@@ -152,14 +152,14 @@ class StateWriter:
             rows: B_k of each shard.
 
         Returns:
-            By place, the tensors written that hold one entry per row, and on which dim.
+            By cell and key, the tensors written that hold one entry per row, and on which dim.
 
         Raises:
             MergeError: an integer buffer differs between the shards and has no rule.
         """
         done: set[int] = set()
         decided: list[Callable[[], Any]] = []
-        carried: dict[Any, list[tuple[Tensor, int]]] = {}
+        carried: list[tuple[Any, Any, list[tuple[Tensor, int]]]] = []
         for records in zip(*(replica.norms for replica in replicas), strict=True):
             merged = merge_statistics(records)
             for name, value in (merged or {}).items():
@@ -174,7 +174,10 @@ class StateWriter:
                 if links[0].rows is not None:
                     value = torch.cat([v.to(source.device) for v in values], links[0].rows[0])
                 else:
-                    value = self._merge_buffer(source, values, rows, rule, links[0].path)
+                    is_parameter = isinstance(source, nn.Parameter)
+                    value = self._merge_buffer(
+                        source, values, rows, rule, links[0].path, by_entry=is_parameter
+                    )
                 decided.append(partial(source.copy_, value))
         removed = []
         for entry in changes.entries:
@@ -183,8 +186,7 @@ class StateWriter:
                 removed.append(entry)
             elif value is not _KEEP:
                 decided.append(partial(_write, entry, value))
-                place = (id(entry.cell), entry.key)
-                carried[place] = _find_rows(value, entry.values, rows)
+                carried.append((entry.cell, entry.key, _find_rows(value, entry.values, rows)))
         with torch.no_grad():
             for action in decided:
                 action()
@@ -228,6 +230,8 @@ class StateWriter:
         rows: Sequence[int],
         rule: str,
         path: str,
+        *,
+        by_entry: bool = False,
     ) -> Tensor:
         values = [value.to(values[0].device) for value in values]
         if rule == "sum":
@@ -241,7 +245,7 @@ class StateWriter:
             stacked = torch.stack(values)
             return stacked.amax(0) if rule == "max" else stacked.amin(0)
         if same_shape and (values[0].is_floating_point() or values[0].is_complex()):
-            return _average(None if rule == "mean" else old, values, rows)
+            return _average(old if by_entry else None, values, rows)
         shown = ", ".join(_show(value) for value in values)
         raise MergeError(
             f"buffer {show_path(path)!r} differs between the shards and cannot be averaged "
@@ -396,7 +400,7 @@ def _are_equal_values(values: Sequence[Any]) -> bool:
 
 
 def _average(old: Tensor | None, values: list[Tensor], rows: Sequence[int]) -> Tensor:
-    """The mean weighted by rows; entry by entry, of the shards that changed it.
+    """The mean weighted by rows; with ``old``, entry by entry, of the shards that changed it.
 
     A shard may write only what its rows are about (the embeddings that they look up): what it left
     as it was must not pull the others' entries back.
