@@ -144,7 +144,7 @@ def test_forward_that_uses_an_earlier_output_of_the_same_wrapper_does_not_hang()
         box.clear()
         box.append(net(rows()))
         output = net(rows())
-        run(lambda output=output: output.sum().backward(retain_graph=True))
+        run(lambda output=output: output.sum().backward())
         gradients.append(net.fc.weight.grad)
     torch.testing.assert_close(*gradients)
 
@@ -381,3 +381,59 @@ def test_the_verbs_alone_pool_statistics_and_refuse_in_words():
         samestep.parallel_apply([replicas[0], others[0]], [rows(4), rows(4)])
     with pytest.raises(ValueError, match="there are no outputs to gather"):
         samestep.gather([], "cpu")
+
+
+def test_a_graph_of_the_callers_that_forward_reaches_by_a_closure():
+    """The first shard's backward freed it, and the others found it freed."""
+    encoder, box = nn.Sequential(linear(), nn.Tanh()), []
+    module = Of(lambda self, x: self.fc(x) + box[0].mean(), fc=linear())
+    plain = copy.deepcopy(module)
+    gradients = []
+    for net in (plain, DataParallel(module, replicas=3)):
+        torch.manual_seed(0)
+        encoder.zero_grad()
+        box[:] = [encoder(rows())]
+        net(rows()).sum().backward()
+        gradients.append(encoder[0].weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+
+
+def test_backwards_of_one_synchronised_graph_from_several_threads():
+    """Their exchanges met each other's; one thread never returned."""
+    net = nn.Sequential(linear(3, 3), nn.BatchNorm1d(3).double(), nn.Tanh())
+    plain = copy.deepcopy(net)
+    x = rows(9)
+    output = DataParallel(net, replicas=3, sync_batch_norm=True)(x)
+    threads = [
+        threading.Thread(
+            target=lambda i=i: output[i].sum().backward(retain_graph=True), daemon=True
+        )
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    plain(x)[:4].sum().backward()
+    torch.testing.assert_close(net[0].weight.grad, plain[0].weight.grad)
+
+
+def test_a_weight_turned_in_place_is_noticed():
+    """The address and the shape were the same."""
+    module = linear(3, 3)
+    model = DataParallel(module, replicas=2)
+    x = rows(4)
+    model(x)
+    module.weight.data = module.weight.data.t()
+    torch.testing.assert_close(model(x), module(x))
+
+
+def test_a_hook_that_writes_through_the_wrapper():
+    """Whichever shard came last had its say."""
+    net = nn.Sequential(linear(), nn.Tanh())
+    model = DataParallel(net, replicas=3)
+    net[0].register_forward_hook(lambda layer, args, output: setattr(model, "features", output))
+    x = rows()
+    model(x)
+    torch.testing.assert_close(model.features, net[0](x))

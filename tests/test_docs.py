@@ -1,7 +1,9 @@
 """What the documents say is true: code runs, output is real, links lead somewhere."""
 
+import ast
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 from collections import Counter
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import samestep
 from samestep import tutorial
@@ -97,3 +100,46 @@ def test_make_targets_that_are_named_exist(page):
     named = set(re.findall(r"\bmake ([a-z]+)`", page.read_text()))
     named |= set(re.findall(r"^make ([a-z]+)", page.read_text(), flags=re.MULTILINE))
     assert named <= targets
+
+
+def find_rows(title):
+    """The cells of the table in a section of the guide, without its two header lines."""
+    text = (ROOT / "docs" / "guide.md").read_text()
+    section = re.search(rf"^## {title}\n(.*?)(?=^## )", text, flags=re.MULTILINE | re.DOTALL)[1]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_the_guide_has_every_argument_in_order_with_its_default():
+    rows = find_rows("Every argument")
+    parameters = inspect.signature(samestep.DataParallel).parameters.values()
+    assert [row[0].strip("`") for row in rows] == [parameter.name for parameter in parameters]
+    for (_, shown, text), parameter in zip(rows, parameters, strict=True):
+        assert text
+        if parameter.default is parameter.empty:
+            assert shown == "required"
+        else:
+            assert ast.literal_eval(shown.strip("`")) == parameter.default
+
+
+def test_the_guide_has_every_method_and_attribute():
+    own = set(dir(samestep.DataParallel)) - set(dir(nn.Module))
+    own = {name for name in own if not name.startswith("_")} | {"module"}
+    rows = find_rows("Methods and attributes")
+    assert sorted(re.match(r"`(\w+)", row[0])[1] for row in rows) == sorted(own)
+    assert all(row[1] for row in rows)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_to_a_heading_lead_to_one(page):
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        text = (page.parent / target if target else page).read_text()
+        headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+        known = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+        assert anchor in known | set(re.findall(r'<a id="([^"]+)">', text)), anchor
+
+
+def test_the_contents_of_the_guide_are_its_sections():
+    text = (ROOT / "docs" / "guide.md").read_text()
+    contents = re.findall(r"^- \[(.*?)\]\(#", text, flags=re.MULTILINE)
+    assert contents == re.findall(r"^## (.*)$", text, flags=re.MULTILINE)

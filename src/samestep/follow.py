@@ -326,16 +326,20 @@ class Follower:
                 continue
             seen.add(id(value))
             if isinstance(value, nn.Module):
-                if id(value) in self._tree or id(value) in self._copies:
+                if self._is_around(value):
                     return True
                 continue
             stack.extend(_referents(value))
         return False
 
+    def _is_around(self, module: nn.Module) -> bool:
+        """Whether ``module`` is of the tree, or holds a part of it (the wrapper itself, say)."""
+        return any(id(m) in self._tree or id(m) in self._copies for m in module.modules())
+
     def _refuse_globals(self, function: types.FunctionType, path: str) -> None:
         for name in _global_names(function.__code__):
             value = function.__globals__.get(name)
-            if isinstance(value, nn.Module) and id(value) in self._tree:
+            if isinstance(value, nn.Module) and self._is_around(value):
                 raise ReplicaError(
                     f"attribute {path.lstrip('.') or '<module>'!r} is a function that uses the "
                     f"module through the global variable {name!r}; a replica cannot rebind a "

@@ -185,7 +185,8 @@ def take_stamp(tensor: Tensor) -> tuple[Any, bool]:
     """What changes when the tensor's memory is exchanged, and ``requires_grad``."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return (get_address(tensor), get_version(tensor)), tensor.requires_grad
-    return (tensor.data_ptr(), tensor.shape), tensor.requires_grad
+    flags = tensor.is_conj() if tensor.is_complex() else None
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), flags), tensor.requires_grad
 
 
 def num_bytes(tensor: Tensor) -> int:

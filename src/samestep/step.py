@@ -344,7 +344,9 @@ class _Part:
             local=self._leaves,
             outputs=[list(row) for row in edges],
             partials=[[] for _ in edges],
-            is_shared=self._is_shared,
+            # Between the shards' graphs and a foreign leaf there may be a graph of the caller's,
+            # which each shard walks and none may free.
+            is_shared=self._is_shared or bool(foreign),
             is_reentrant=self._is_reentrant,
             turns=threading.Lock() if foreign else contextlib.nullcontext(),
         )

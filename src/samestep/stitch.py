@@ -44,6 +44,7 @@ checkpointing refuses to run inside that: graphs with such a node accumulate int
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -87,6 +88,8 @@ class ShardGraphs:
         is_shared: another stitch, or the caller's own graph, may walk these graphs too: see
             [Note: who keeps a graph].
         is_reentrant: see [Note: two ways to differentiate].
+        lock: held by a backward through them: several threads take turns, as at any node of
+            torch's.
         turns: held while a shard's graph accumulates into leaves that other shards have too.
     """
 
@@ -98,6 +101,7 @@ class ShardGraphs:
     is_shared: bool = False
     is_reentrant: bool = False
     turns: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 def stitch(
@@ -150,13 +154,19 @@ class _Stitch(torch.autograd.Function):
         if graphs is None:
             raise RuntimeError(_MSG_FREED)
         step = _Backward(graphs, ctx.inputs, gradients, find_needed(ctx.next_functions))
+        # Inside a shard (forward used an earlier output) whoever runs that shard may hold the lock.
+        with graphs.lock if current_shard() is None else contextlib.nullcontext():
+            return (None, None, *_Stitch._differentiate(ctx, graphs, step))
+
+    @staticmethod
+    def _differentiate(ctx: Any, graphs: ShardGraphs, step: _Backward) -> MaybeTensors:
         if torch.is_grad_enabled():
-            return (None, None, *step.run_differentiable())
+            return step.run_differentiable()
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         found = step.run(is_kept=is_kept or graphs.is_shared)
         if graphs.is_shared and not is_kept and step.drop_used():
             ctx.graphs = ctx.inputs = None
-        return (None, None, *found)
+        return found
 
 
 class _Backward:
