@@ -437,3 +437,33 @@ def test_a_hook_that_writes_through_the_wrapper():
     x = rows()
     model(x)
     torch.testing.assert_close(model.features, net[0](x))
+
+
+def test_a_batch_norm_with_a_forward_patched_on_the_object():
+    """torch's own forward ran instead."""
+    module = nn.Sequential(linear(), nn.BatchNorm1d(2).double())
+    module[1].forward = lambda x: x * 2
+    x = rows()
+    torch.testing.assert_close(DataParallel(module, replicas=3)(x), module(x))
+
+
+def test_a_buffer_with_an_entry_per_row_is_gathered():
+    """It was averaged over the shards."""
+
+    def keep(self, x):
+        self.last = x.detach()
+        return x
+
+    module = Of(keep)
+    module.register_buffer("last", torch.zeros(0, 3, dtype=torch.float64))
+    model = DataParallel(module, replicas=4)
+    for num_rows in (8, 8, 7):
+        x = rows(num_rows)
+        model(x)
+        assert torch.equal(module.last, x)
+
+
+def test_a_rule_for_a_buffer_that_is_not_there_is_refused():
+    """It was ignored."""
+    with pytest.raises(ValueError, match=r"speaks about 'typo'.*its buffers: running_mean"):
+        DataParallel(nn.BatchNorm1d(3), replicas=2, buffers={"typo": "sum"})

@@ -172,7 +172,7 @@ class DataParallel(Wrapper):
             recompute=recompute,
             threads_per_replica=threads_per_replica,
         )
-        check_buffers(buffers)
+        check_buffers(buffers, module)
         self._samestep_runtime = _Runtime(self._samestep_options, buffers)
         # With one slot there is nothing to cut, and unless asked for more nothing to do.
         self._samestep_is_single = self.num_replicas == 1 and not recompute

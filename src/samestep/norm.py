@@ -87,6 +87,8 @@ def install(pairs: Sequence[tuple[nn.Module, nn.Module]], *, sync: bool) -> list
     records = []
     for source, replica in pairs:
         if isinstance(replica, _BatchNorm) and not isinstance(replica, torch.jit.ScriptModule):
+            if "forward" in source.__dict__:
+                continue  # somebody gave this one module another forward: it is theirs
             found = NormRecord(source)
             forward = type(replica).forward
             if sync and forward not in _KNOWN_FORWARDS:
@@ -117,7 +119,7 @@ def record(
             ((after.double() - before.double()) / factor + before.double()).detach()
             for before, after in ((mean, module.running_mean), (variance, module.running_var))
         )
-        batch: Tensor = args[0] if args else kwargs["input"]
+        batch = _find_batch(args, kwargs)
         count = batch.numel() // batch.size(1)
         found.calls.append(CallStatistics(count, seen_mean, seen_variance, factor))
     return output
@@ -130,7 +132,7 @@ def synchronise(
     uses_batch = module.training or module.running_mean is None
     if not uses_batch or current_group() is None:
         return record(module, forward, found, *args, **kwargs)
-    batch: Tensor = args[0] if args else kwargs["input"]
+    batch = _find_batch(args, kwargs)
     if isinstance(module, nn.SyncBatchNorm):
         if batch.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {batch.dim()}D input)")
@@ -207,6 +209,11 @@ def _pool(calls: Sequence[CallStatistics]) -> CallStatistics:
         ]
     )
     return CallStatistics(total, mean, squares / (total - 1), calls[0].factor)
+
+
+def _find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The tensor that is normalised: the first one of the call."""
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 def _tracks(module: _BatchNorm) -> bool:

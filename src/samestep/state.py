@@ -21,6 +21,7 @@ Must not: run anything, or know where outputs go.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -209,8 +210,12 @@ class StateWriter:
             return MISSING if entry.key is not None else _KEEP
         if any(value is MISSING for value in entry.values):
             return self._warn(entry, "only some of the shards have it")
-        if entry.is_buffer and all(isinstance(value, Tensor) for value in entry.values):
-            old = entry.cell.get(entry.key)
+        old = entry.cell.get(entry.key) if entry.is_buffer else None
+        is_buffer = entry.is_buffer and all(isinstance(value, Tensor) for value in entry.values)
+        # A buffer that was given another shape, with an entry per row, is gathered like an
+        # attribute.
+        is_per_row = is_buffer and _is_reshaped(old, entry.values) and _has_rows(entry.values, rows)
+        if is_buffer and not is_per_row:
             path = f"{entry.path}.{entry.key}"
             values = [value.detach() for value in entry.values]
             return self._merge_buffer(old, values, rows, self._rule(path), path)
@@ -267,8 +272,9 @@ class StateWriter:
         return _KEEP
 
 
-def check_buffers(buffers: Any) -> None:
-    """Raise ValueError or TypeError unless ``buffers`` is a rule or a dict of rules by name."""
+def check_buffers(buffers: Any, module: nn.Module) -> None:
+    """Raise ValueError or TypeError unless ``buffers`` is a rule, or rules by the module's
+    names."""
     if isinstance(buffers, str):
         rules: list[Any] = [buffers]
     elif isinstance(buffers, Mapping):
@@ -278,6 +284,15 @@ def check_buffers(buffers: Any) -> None:
     for rule in rules:
         if rule not in BUFFER_RULES:
             raise ValueError(f"buffers holds {rule!r}; the rules are {', '.join(BUFFER_RULES)}")
+    for name in buffers if isinstance(buffers, Mapping) else ():
+        try:
+            operator.attrgetter(name)(module)
+        except AttributeError:
+            known = ", ".join(name for name, _ in module.named_buffers()) or "none"
+            raise ValueError(
+                f"buffers speaks about {name!r}, which the module does not have (its buffers: "
+                f"{known})"
+            ) from None
 
 
 # ---------------------------------------------------------------------------
@@ -349,6 +364,10 @@ def _has_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
         all(v.dim() > d and v.size(d) == r for v, r in zip(values, rows, strict=True))
         for d in range(values[0].dim())
     )
+
+
+def _is_reshaped(old: Tensor | None, values: Sequence[Tensor]) -> bool:
+    return old is None or any(value.shape != old.shape for value in values)
 
 
 def _are_equal_tensors(values: Sequence[Tensor]) -> bool:
