@@ -467,3 +467,64 @@ def test_a_rule_for_a_buffer_that_is_not_there_is_refused():
     """It was ignored."""
     with pytest.raises(ValueError, match=r"speaks about 'typo'.*its buffers: running_mean"):
         DataParallel(nn.BatchNorm1d(3), replicas=2, buffers={"typo": "sum"})
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_two_forwards_of_a_batch_norm_before_one_backward(sync):
+    """The update of the statistics was taken for a change of what the first graph had saved."""
+    net = nn.Sequential(linear(3, 3), nn.BatchNorm1d(3).double())
+    plain = copy.deepcopy(net)
+    model = DataParallel(net, replicas=3, sync_batch_norm=sync)
+    first, second, third = rows(9), rows(9), rows(9)
+    loss = model(first).square().sum() + model(second).square().sum()
+    model.eval()
+    frozen = model(third)
+    model.train()
+    (model(second).sum() + loss + frozen.sum()).backward()
+    assert net[0].weight.grad is not None
+    if sync:
+        loss = plain(first).square().sum() + plain(second).square().sum()
+        plain.eval()
+        frozen = plain(third)
+        plain.train()
+        (plain(second).sum() + loss + frozen.sum()).backward()
+        torch.testing.assert_close(net[0].weight.grad, plain[0].weight.grad)
+        assert_same_modules(net, plain)
+
+
+def test_reentrant_checkpointing_beside_a_stored_loss():
+    """The loss that an earlier step had stored was walked, its graph freed long ago."""
+
+    def forward(self, x):
+        if self.saves:
+            output = torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=True)
+        else:
+            output = self.net(x)
+        self.aux = output.square().mean()
+        return output
+
+    module = Of(forward, net=linear(), saves=False, aux=None)
+    model = DataParallel(module, replicas=3)
+    for step in range(4):
+        module.saves = step >= 2
+        model(rows(requires_grad=True)).sum().backward()
+    assert module.net.weight.grad is not None
+
+
+def test_a_hook_on_a_tensor_from_outside_sees_the_sum_once():
+    """It ran in each shard, and once more."""
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    calls = []
+
+    def double(gradient):
+        calls.append(gradient)
+        return gradient * 2
+
+    handle = weight.register_hook(double)
+    x = rows()
+    DataParallel(Of(lambda self, x: x * weight), replicas=3)(x).sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * x.sum(0))
+    assert len(calls) == 1
+    handle.remove()
+    DataParallel(Of(lambda self, x: x * weight), replicas=3)(x).sum().backward()
+    assert len(calls) == 1

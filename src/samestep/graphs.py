@@ -8,6 +8,7 @@ Must not: know shards.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ __all__ = [
     "nodes_of",
     "put_after",
     "survey",
+    "without_hooks",
 ]
 
 
@@ -130,6 +132,23 @@ def group_outputs(surveys: Sequence[Survey]) -> list[list[int]]:
     for output in range(len(root)):
         groups.setdefault(find(output), []).append(output)
     return list(groups.values())
+
+
+@contextlib.contextmanager
+def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Switch the gradient hooks of these leaves off.
+
+    Where each shard's graph ends in one tensor of the user's, its hooks would see every shard's
+    part; they are to see the sum, once, in the user's own graph.
+    """
+    hooks = [leaf._backward_hooks for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf._backward_hooks = None
+        yield
+    finally:
+        for leaf, kept in zip(leaves, hooks, strict=True):
+            leaf._backward_hooks = kept
 
 
 def put_after(nodes: Iterable[Any], first: Any) -> None:

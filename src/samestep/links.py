@@ -12,12 +12,14 @@ for theirs. A module with such buffers and no counter is compared by value.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from samestep.snapshot import Cell
 from samestep.tree import iter_leaves
@@ -33,6 +35,7 @@ __all__ = [
     "get_version",
     "num_bytes",
     "take_stamp",
+    "write",
 ]
 
 
@@ -52,6 +55,7 @@ class Link:
     is_suspect: bool = False  # may be written without a new version: only values can tell
     is_watched: bool = False  # whether gradients that reach the copy alone are brought home
     rows: Rows | None = None  # which rows of the source the copy holds; None: all of it
+    is_unversioned: bool = False  # torch itself writes it without raising its version
     owner: nn.Module | None = None  # the replica's module that holds a tensor with clocks
     clocks: tuple[Tensor, Tensor] | None = None  # see [Note: batch_norm has no version]
     seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal
@@ -170,6 +174,24 @@ def copy_to(data: Tensor, device: torch.device) -> Tensor:
     """Copy to a device, also where the data are there already."""
     copied = data.to(device)
     return copied.clone() if copied is data else copied
+
+
+def write(target: Tensor, value: Tensor, *, keep_version: bool) -> None:
+    """Give ``target`` the values of ``value``.
+
+    Args:
+        target: a leaf, or a tensor without a graph.
+        value: of the same shape.
+        keep_version: for what torch itself would have written without a new version: a graph that
+            saved ``target`` must not take this for a change of the user's.
+    """
+    keeping = (
+        _unsafe_preserve_version_counter(target)
+        if keep_version and not target.is_inference()
+        else contextlib.nullcontext()
+    )
+    with torch.no_grad(), keeping:
+        target.copy_(value)
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.errors import ReplicaError
@@ -238,5 +239,7 @@ def _update_running(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
         factor = _factor(module)
-        module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-        module.running_var.lerp_(variance.to(module.running_var.dtype), factor)
+        # Like torch's own update, this is no change to a graph that saved the old statistics.
+        with _unsafe_preserve_version_counter((module.running_mean, module.running_var)):
+            module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
+            module.running_var.lerp_(variance.to(module.running_var.dtype), factor)

@@ -221,6 +221,7 @@ class Replica:
             counter = self.links.get(id(buffers.get("num_batches_tracked")))
             for name in _UNVERSIONED & buffers.keys():
                 link = self.links[id(buffers[name])]
+                link.is_unversioned = True
                 if counter is None:
                     link.is_suspect = True
                 else:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.devices import Slot
-from samestep.links import Carried, Rows, copy_all, num_bytes, take_stamp
+from samestep.links import Carried, Rows, copy_all, num_bytes, take_stamp, write
 from samestep.replica import BringHome, Replica
 from samestep.snapshot import Snapshot
 
@@ -292,9 +292,13 @@ class ReplicaSet:
         stale = [link for link in replica.copies if force or link.is_stale()]
         if not stale:
             return
-        with torch.no_grad():
-            copy_all([link.copy.detach() for link in stale], [link.view() for link in stale])
+        plain = [link for link in stale if not link.is_unversioned]
+        if plain:
+            with torch.no_grad():
+                copy_all([link.copy.detach() for link in plain], [link.view() for link in plain])
         for link in stale:
+            if link.is_unversioned:
+                write(link.copy, link.view(), keep_version=True)
             link.mark_equal()
         self._counts[2] += len(stale)
         self._counts[3] += sum(num_bytes(link.copy) for link in stale)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import MergeError, StateWarning
-from samestep.links import Link
+from samestep.links import Link, write
 from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
 from samestep.replica import Replica
@@ -166,7 +166,8 @@ class StateWriter:
             for name, value in (merged or {}).items():
                 buffer = getattr(records[0].module, name)
                 done.add(id(buffer))
-                decided.append(partial(buffer.copy_, value))
+                is_counter = name == "num_batches_tracked"
+                decided.append(partial(write, buffer, value, keep_version=not is_counter))
         for links in changes.written:
             source = links[0].source
             if id(source) not in done:
@@ -179,7 +180,8 @@ class StateWriter:
                     value = self._merge_buffer(
                         source, values, rows, rule, links[0].path, by_entry=is_parameter
                     )
-                decided.append(partial(source.copy_, value))
+                keeps = links[0].is_unversioned
+                decided.append(partial(write, source, value, keep_version=keeps))
         removed = []
         for entry in changes.entries:
             value = self._decide(entry, rows)

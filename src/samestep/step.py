@@ -349,6 +349,7 @@ class _Part:
             is_shared=self._is_shared or bool(foreign),
             is_reentrant=self._is_reentrant,
             turns=threading.Lock() if foreign else contextlib.nullcontext(),
+            foreign=foreign,
         )
         return stitch(graphs, values, sources, self._local)
 
@@ -360,7 +361,8 @@ class _Part:
                 continue
             copies = [replica.links[key].copy for replica in replicas]
             # What re-entrant checkpointing will reach cannot be seen in the graph beforehand.
-            is_used = self._is_reentrant or any(
+            is_hidden = self._is_reentrant and link.source.grad_fn is None
+            is_used = is_hidden or any(
                 id(copy) in used for copy, used in zip(copies, self._used, strict=True)
             )
             if is_used and all(copy.requires_grad for copy in copies):

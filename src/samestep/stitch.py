@@ -64,6 +64,7 @@ from samestep.graphs import (
     make_edge,
     nodes_of,
     put_after,
+    without_hooks,
 )
 from samestep.reduce import TreeSum, sum_lists
 from samestep.runner import Runner
@@ -88,6 +89,7 @@ class ShardGraphs:
         is_shared: another stitch, or the caller's own graph, may walk these graphs too: see
             [Note: who keeps a graph].
         is_reentrant: see [Note: two ways to differentiate].
+        foreign: leaves among the replicated ones that are the user's own tensors.
         lock: held by a backward through them: several threads take turns, as at any node of
             torch's.
         turns: held while a shard's graph accumulates into leaves that other shards have too.
@@ -101,6 +103,7 @@ class ShardGraphs:
     is_shared: bool = False
     is_reentrant: bool = False
     turns: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    foreign: list[Tensor] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -155,7 +158,8 @@ class _Stitch(torch.autograd.Function):
             raise RuntimeError(_MSG_FREED)
         step = _Backward(graphs, ctx.inputs, gradients, find_needed(ctx.next_functions))
         # Inside a shard (forward used an earlier output) whoever runs that shard may hold the lock.
-        with graphs.lock if current_shard() is None else contextlib.nullcontext():
+        lock = graphs.lock if current_shard() is None else contextlib.nullcontext()
+        with lock, without_hooks(graphs.foreign):
             return (None, None, *_Stitch._differentiate(ctx, graphs, step))
 
     @staticmethod
