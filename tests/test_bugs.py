@@ -528,3 +528,22 @@ def test_a_hook_on_a_tensor_from_outside_sees_the_sum_once():
     handle.remove()
     DataParallel(Of(lambda self, x: x * weight), replicas=3)(x).sum().backward()
     assert len(calls) == 1
+
+
+def test_clipping_hooks_where_one_of_two_outputs_is_used():
+    """The hooks of what the other output uses were called with None."""
+
+    def forward(self, x):
+        hidden = self.trunk(x).tanh()
+        return self.a(hidden), self.b(hidden)
+
+    module = Of(forward, trunk=linear(3, 4), a=linear(4), b=linear(4))
+    plain = copy.deepcopy(module)
+    for net in (plain, DataParallel(module, replicas=3)):
+        torch.manual_seed(0)
+        for parameter in net.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        net(rows())[0].sum().backward()
+    torch.testing.assert_close(module.trunk.weight.grad, plain.trunk.weight.grad)
+    torch.testing.assert_close(module.a.weight.grad, plain.a.weight.grad)
+    assert not module.b.weight.grad.any()  # zeros where the plain module leaves None

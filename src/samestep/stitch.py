@@ -355,18 +355,12 @@ class _Backward:
 
     def _spread(self, replicated: MaybeTensors, local: list[MaybeTensors]) -> MaybeTensors:
         """Put the gradients that were wanted in the places of all inputs."""
-        found = iter(replicated)
-        result = [next(found) if is_needed else None for is_needed in self.needed_replicated]
-        at = self.num_replicated
-        for needed, row in zip(self.needed_local, local, strict=True):
-            mine = iter(row)
-            for is_needed in needed:
-                gradient = next(mine) if is_needed else None
-                if gradient is not None:
-                    gradient = gradient.to(self.inputs[at].device)
-                result.append(gradient)
-                at += 1
-        return result
+        found = chain(replicated, *local)
+        needed = chain(self.needed_replicated, *self.needed_local)
+        return [
+            _complete(next(found), tensor) if is_needed else None
+            for tensor, is_needed in zip(self.inputs, needed, strict=True)
+        ]
 
 
 # ---------------------------------------------------------------------------
@@ -388,6 +382,19 @@ Return it from forward, store it on the module, or keep the graph:
 
 def _is_recorded(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
+
+
+def _complete(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """The gradient as the caller's graph takes it: on the tensor's device, and for a tensor with
+    hooks never None.
+
+    torch runs the hooks behind an input of a node even if no gradient comes, and a hook such as
+    ``lambda g: g.clamp(-1, 1)`` does not expect None: where an output is unused, its gradient is
+    zero.
+    """
+    if gradient is not None:
+        return gradient.to(tensor.device)
+    return torch.zeros_like(tensor) if tensor._backward_hooks else None
 
 
 def _leaf(gradient: Tensor | None, device: torch.device) -> Tensor | None:
