@@ -547,3 +547,12 @@ def test_clipping_hooks_where_one_of_two_outputs_is_used():
     torch.testing.assert_close(module.trunk.weight.grad, plain.trunk.weight.grad)
     torch.testing.assert_close(module.a.weight.grad, plain.a.weight.grad)
     assert not module.b.weight.grad.any()  # zeros where the plain module leaves None
+
+
+def test_attention_without_dropout_draws_nothing():
+    """It ran under the lock of those that draw, one shard at a time, and moved the generator."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = DataParallel(layer, replicas=2)
+    before = torch.get_rng_state()
+    model(torch.zeros(4, 5, 8))
+    assert torch.equal(torch.get_rng_state(), before)

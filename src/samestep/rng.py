@@ -313,7 +313,10 @@ def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """False where the arguments say that nothing is drawn, so that the lock is not taken."""
     if func is F.scaled_dot_product_attention:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    return bool(kwargs.get("training", True))
+    if func is F.multi_head_attention_forward:
+        probability = args[10] if len(args) > 10 else kwargs["dropout_p"]
+        return bool(probability) and bool(kwargs.get("training", True))
+    return bool(kwargs.get("training", True)) and bool(kwargs.get("p", 1.0))
 
 
 def _recurrent(stream: Stream, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
