@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -556,3 +557,38 @@ def test_attention_without_dropout_draws_nothing():
     before = torch.get_rng_state()
     model(torch.zeros(4, 5, 8))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("at", range(0, 60, 4))
+def test_ctrl_c_anywhere_leaves_nothing_set_in_the_thread(at):
+    """A stale stream, shard or function mode ruled the thread for the rest of the process."""
+    model = DataParallel(nn.Sequential(linear(), nn.Dropout(0.5)), replicas=2)
+    model(rows(4))
+    threads = torch.get_num_threads()
+    lines = []
+
+    def trace(frame, event, argument):
+        if not frame.f_code.co_filename.endswith(("engine.py", "context.py", "rng.py")):
+            return None
+        lines.append(frame.f_lineno)
+        if len(lines) == 3 * at + 1:
+            raise KeyboardInterrupt
+        return trace
+
+    def call_often():
+        for _ in range(20):
+            model(rows(4))
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call_often()
+    finally:
+        sys.settrace(None)
+    assert samestep.current_shard() is None
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch.get_num_threads() == threads
+    torch.manual_seed(3)
+    first = model(torch.ones(4, 3, dtype=torch.float64))
+    torch.manual_seed(3)
+    assert torch.equal(first, model(torch.ones(4, 3, dtype=torch.float64)))

@@ -39,6 +39,7 @@ from torch.utils._device import DeviceContext
 __all__ = [
     "CallerContext",
     "Shard",
+    "ThreadGuard",
     "current_shard",
     "has_modes",
     "must_run_plainly",
@@ -117,14 +118,18 @@ class use_shard:
 class use_num_threads:
     """Give torch ``count`` intra-op threads in this thread; None leaves the setting alone.
 
+    With ``keep`` the setting stays afterwards: a worker's next job is one of ours again, and going
+    to and fro costs torch's thread pools more than the jobs of a small model.
+
     The getter comes first because torch initialises a thread's setting lazily, at its first use,
     and would overwrite ours then.
     """
 
-    __slots__ = ("_before", "_count")
+    __slots__ = ("_before", "_count", "_keep")
 
-    def __init__(self, count: int | None) -> None:
+    def __init__(self, count: int | None, *, keep: bool = False) -> None:
         self._count = count
+        self._keep = keep
 
     def __enter__(self) -> None:
         self._before = torch.get_num_threads()
@@ -132,8 +137,31 @@ class use_num_threads:
             torch.set_num_threads(self._count)
 
     def __exit__(self, *error: object) -> None:
-        if self._count not in (None, self._before):
+        if not self._keep and self._count not in (None, self._before):
             torch.set_num_threads(self._before)
+
+
+class ThreadGuard:
+    """What this thread had when a run began, to go back to after Ctrl-C.
+
+    Ctrl-C strikes between any two bytecodes of the main thread, also between entering a context and
+    the ``try`` that would leave it.
+    """
+
+    __slots__ = ("_num_modes", "_num_threads", "_shard")
+
+    def __init__(self) -> None:
+        self._shard = _current.shard
+        self._num_threads = torch.get_num_threads()
+        self._num_modes = torch._C._len_torch_function_stack()
+
+    def restore(self) -> None:
+        """Go back."""
+        _current.shard = self._shard
+        while torch._C._len_torch_function_stack() > self._num_modes:
+            torch._C._pop_torch_function_stack()
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
 
 
 def has_modes() -> bool:
@@ -184,6 +212,11 @@ class CallerContext:
             or self._device is not None
             or any(enabled for _, enabled, _ in self._autocast)
         )
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this is the thread whose settings these are."""
+        return threading.get_ident() == self._thread
 
     def run(self, function: Callable[[], T], device: torch.device) -> T:
         """Call ``function`` under the captured settings, in whichever thread this is.

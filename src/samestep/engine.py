@@ -23,10 +23,17 @@ from typing import Any, Literal
 
 import torch
 
-from samestep.context import CallerContext, Shard, has_modes, use_num_threads, use_shard
+from samestep.context import (
+    CallerContext,
+    Shard,
+    ThreadGuard,
+    has_modes,
+    use_num_threads,
+    use_shard,
+)
 from samestep.errors import note_shard
 from samestep.group import Group
-from samestep.rng import Stream, use_stream
+from samestep.rng import Stream, current_stream, set_current_stream, use_stream
 from samestep.workers import WorkerPool, pool
 
 __all__ = ["Engine", "Job", "SerialEngine", "ThreadEngine", "plan_runs"]
@@ -102,6 +109,7 @@ class Engine(abc.ABC):
             RuntimeError: ``together`` while a torch mode ties the run to the caller's thread.
         """
         outcomes = [_Outcome() for _ in jobs]
+        guard, stream = ThreadGuard(), current_stream()
         try:
             if together and len(jobs) > 1:
                 self._run_together(jobs, context, outcomes)
@@ -109,6 +117,10 @@ class Engine(abc.ABC):
                 self._run(jobs, context, outcomes, inline)
             _raise_first(jobs, outcomes)
             return [outcome.value for outcome in outcomes]
+        except BaseException:
+            guard.restore()
+            set_current_stream(stream)
+            raise
         finally:
             # A traceback refers to the frames that hold the outcomes: without this, a failed call
             # would be a cycle that keeps activations until the garbage collector runs.
@@ -160,7 +172,7 @@ class Engine(abc.ABC):
         """Run one job; False if the user asked to stop (Ctrl-C, SystemExit)."""
         try:
             count = self._num_threads if job.shard.device.type == "cpu" else None
-            with use_num_threads(count):
+            with use_num_threads(count, keep=not context.is_own_thread):
                 outcome.value = context.run(job, job.shard.device)
         except Exception as error:
             outcome.error = error

@@ -42,13 +42,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Draws", "Stream", "Watch", "renew_lock", "use_stream"]
+__all__ = [
+    "Draws",
+    "Stream",
+    "Watch",
+    "current_stream",
+    "renew_lock",
+    "set_current_stream",
+    "use_stream",
+]
 
 _REAL = torch.default_generator
 # Held while the default generator is read or swapped; a swapped section may seed another stream.
 _lock = threading.RLock()
 # Sanctioned draws of this process; Watch needs it when two callers run at once.
 _num_seeds = 0
+
+
+def current_stream() -> Stream | None:
+    """Return the stream that random functions in this thread draw from."""
+    return _current.stream
+
+
+def set_current_stream(stream: Stream | None) -> None:
+    """Go back to a stream: after Ctrl-C may have struck in the middle of :class:`use_stream`."""
+    _current.stream = stream
 
 
 def renew_lock() -> None:

@@ -171,15 +171,15 @@ class _Never:
 
 def renew_lock() -> None:
     """Make a new lock, and let the cache be: for a forked child."""
-    global _uncached_lock, _num_uncached
-    _uncached_lock, was_uncached = threading.Lock(), _num_uncached
-    _num_uncached = 0
-    if was_uncached:
+    global _uncached_lock
+    _uncached_lock = threading.Lock()
+    if _uncached:
+        _uncached.clear()
         parametrize._cache_enabled = _NEVER.before
 
 
 _NEVER = _Never()
-_num_uncached = 0
+_uncached: set[int] = set()  # the threads that run replicas now
 _uncached_lock = threading.Lock()
 
 
@@ -189,20 +189,20 @@ def _no_parametrization_cache() -> Iterator[None]:
 
     Its cache is one dictionary whose keys name the module that was parametrized first, so every
     replica would get the tensor of whichever came first, graph included. Off, each computes its
-    own.
+    own. Threads are noted by name, not counted: what Ctrl-C left behind is mended by the next run.
     """
-    global _num_uncached
-    with _uncached_lock:
-        if not _num_uncached:
-            _NEVER.before = parametrize._cache_enabled
-            parametrize._cache_enabled = _NEVER  # type: ignore[assignment]  # counts like an int
-        _num_uncached += 1
+    thread = threading.get_ident()
     try:
+        with _uncached_lock:
+            if not _uncached:
+                _NEVER.before = parametrize._cache_enabled
+                parametrize._cache_enabled = _NEVER  # type: ignore[assignment]  # like an int
+            _uncached.add(thread)
         yield
     finally:
         with _uncached_lock:
-            _num_uncached -= 1
-            if not _num_uncached:
+            _uncached.discard(thread)
+            if not _uncached and isinstance(parametrize._cache_enabled, _Never):
                 parametrize._cache_enabled = _NEVER.before
 
 
