@@ -119,7 +119,7 @@ class use_num_threads:
     """Give torch ``count`` intra-op threads in this thread; None leaves the setting alone.
 
     With ``keep`` the setting stays afterwards: a worker's next job is one of ours again, and going
-    to and fro costs torch's thread pools more than the jobs of a small model.
+    back and forth costs torch's thread pools more than the jobs of a small model.
 
     The getter comes first because torch initialises a thread's setting lazily, at its first use,
     and would overwrite ours then.
