@@ -26,7 +26,7 @@ from torch._compile import _disable_dynamo
 
 from samestep import rng, step
 from samestep.context import current_shard, must_run_plainly, use_num_threads
-from samestep.devices import Device, Slot, is_serial_forced
+from samestep.devices import Device, Slot, is_serial_forced, plan_slots, resolve_device
 from samestep.engine import Engine, SerialEngine, ThreadEngine
 from samestep.errors import note_shard
 from samestep.functional import (
@@ -40,7 +40,7 @@ from samestep.functional import (
 )
 from samestep.habits import Habits, Trial, Verdict
 from samestep.norm import has_batch_norm, is_norm_refusal
-from samestep.options import Options, check_options
+from samestep.options import Options
 from samestep.plan import SplitPlan, explain_plan, join_single_rows
 from samestep.replica import LazyError, Replica, home_device, replicas_of
 from samestep.replicas import ReplicaSet, ReplicaStats
@@ -159,10 +159,11 @@ class DataParallel(Wrapper):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        self._samestep_options = check_options(
-            device_ids,
-            output_device,
-            replicas,
+        self._samestep_options = Options(
+            slots=plan_slots(device_ids, replicas),
+            output=None
+            if output_device is None
+            else resolve_device(output_device, argument="output_device"),
             dim=dim,
             split=split,
             in_dims=in_dims,
