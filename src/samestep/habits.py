@@ -72,7 +72,7 @@ class Habits:
             may_repeat: whether the attempt may well be repeated for reasons of the caller's.
             can_watch: whether every shard draws from the CPU's default generator.
         """
-        if self._replicas.generation != self._generation or not can_watch:
+        if self._replicas.generation != self._generation:
             self._is_compiled = _has_compiled(module)
             # Interception would be compiled into the code, and is no part of it afterwards.
             self._learn("watch" if self._is_compiled and can_watch else "intercept")
