@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from samestep import tree
 from samestep.errors import MergeError
-from samestep.merge import add_left_to_right, check_out_dims, merge
+from samestep.merge import check_out_dims, merge
+from samestep.reduce import naive_sum
 from samestep.split import cut, plan_split
 
 ones = torch.ones
@@ -131,7 +132,7 @@ def test_the_caller_owns_the_order_of_additions():
 
     def total(tensors):
         seen.append([tensor.item() for tensor in tensors])
-        return add_left_to_right(tensors[::-1])
+        return naive_sum(tensors[::-1])
 
     merge(scalars(1.0, 2.0), (1, 3), total=total)
     assert seen == [[0.25, 1.5]]

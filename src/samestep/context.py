@@ -227,7 +227,7 @@ class CallerContext:
 
     def _run(self, function: Callable[[], T], device: torch.device) -> T:
         is_checkpointed = self._hooks is not None and self._hooks[0] is _pass
-        if threading.get_ident() == self._thread and not self._streams and not is_checkpointed:
+        if self.is_own_thread and not self._streams and not is_checkpointed:
             # The caller's own thread has the settings already; its grad mode may be another one
             # by now only inside the stitch's backward, which passes a context of its own.
             return function()

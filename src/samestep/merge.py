@@ -30,18 +30,11 @@ from samestep.join import (
     refuse,
     show_path,
 )
+from samestep.reduce import naive_sum
 from samestep.rows import count_rows_inside, has_item_per_row, holds_rows
 from samestep.tree import Opened, check_depth, open_container
 
-__all__ = ["Total", "Whole", "add_left_to_right", "check_out_dims", "merge"]
-
-
-def add_left_to_right(tensors: list[Tensor]) -> Tensor:
-    """Add the tensors in the order given; one tensor is returned itself."""
-    result = tensors[0]
-    for tensor in tensors[1:]:
-        result = result + tensor
-    return result
+__all__ = ["Total", "Whole", "check_out_dims", "merge"]
 
 
 def merge(
@@ -109,7 +102,7 @@ def merge(
             return torch.cat(tuple(outputs), dim)
     num_rows = sum(rows)
     weights = tuple(r / num_rows if num_rows else 1 / len(rows) for r in rows)
-    adder = add_left_to_right if total is None else total
+    adder = naive_sum if total is None else total
     joining = Joining(tuple(rows), weights, dim, reduction, target, adder, whole, strict)
     return _merge_node(joining, list(outputs), out_dims, ())
 

@@ -2,7 +2,7 @@
 
 What it holds: the one canonical binary tree over shard indices, in a plain form (:func:`tree_sum`)
 and in a form that many threads fill in any order (:class:`TreeSum`); beside them the naive loop
-(:func:`naive_sum`), which only tests use, as the thing to compare with.
+(:func:`naive_sum`), for what has no order to keep and as the thing to compare with.
 
 Why it exists: floating-point addition is not associative. If gradients were added in the order in
 which shards finish, no run would equal the next. If each machine added its own shards first, the
@@ -50,7 +50,7 @@ def add(left: Tensor, right: Tensor) -> Tensor:
 
 
 def naive_sum(values: Sequence[Tensor]) -> Tensor:
-    """Add from left to right. Kept as what tests compare the tree with; nothing else uses it."""
+    """Add from left to right; one value is returned itself. No step adds gradients so."""
     total = values[0]
     for value in values[1:]:
         total = add(total, value)

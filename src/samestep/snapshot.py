@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Cell", "Snapshot", "fill", "key_text", "set_entry", "show_path"]
+__all__ = ["Cell", "Snapshot", "fill", "key_text", "refill", "set_entry", "show_path"]
 
 Cell = Any
 
@@ -103,9 +103,13 @@ def fill(target: Cell, source: Cell, copy: Callable[[Any, str], Any]) -> None:
         for key, value in entries:
             set_entry(target, key, value)
     else:
-        values = [copy(value, f"[{i}]") for i, value in enumerate(source)]
-        target.clear()
-        target.update(values) if isinstance(target, set) else target.extend(values)
+        refill(target, [copy(value, f"[{i}]") for i, value in enumerate(source)])
+
+
+def refill(cell: Cell, values: Iterable[Any]) -> None:
+    """Replace what a list, set or deque holds."""
+    cell.clear()
+    cell.update(values) if isinstance(cell, set) else cell.extend(values)
 
 
 def key_text(key: Any) -> str:

@@ -36,7 +36,7 @@ from samestep.links import Link, write
 from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
 from samestep.replica import Replica
-from samestep.snapshot import set_entry, show_path
+from samestep.snapshot import refill, set_entry, show_path
 from samestep.tree import iter_leaves
 
 __all__ = ["BUFFER_RULES", "Changes", "StateWriter", "check_buffers", "collect"]
@@ -216,7 +216,11 @@ class StateWriter:
         is_buffer = entry.is_buffer and all(isinstance(value, Tensor) for value in entry.values)
         # A buffer that was given another shape, with an entry per row, is gathered like an
         # attribute.
-        is_per_row = is_buffer and _is_reshaped(old, entry.values) and _has_rows(entry.values, rows)
+        is_per_row = (
+            is_buffer
+            and _is_reshaped(old, entry.values)
+            and _find_row_dim(entry.values, rows) is not None
+        )
         if is_buffer and not is_per_row:
             path = f"{entry.path}.{entry.key}"
             values = [value.detach() for value in entry.values]
@@ -357,15 +361,16 @@ def _is_flag(entry: Entry, rows: Sequence[int]) -> bool:
         return False
     before, values = entry.cell[entry.key], entry.values
     if before is None and all(isinstance(value, Tensor) for value in values):
-        return not _has_rows(values, rows) and not _are_equal_tensors(values)
+        return _find_row_dim(values, rows) is None and not _are_equal_tensors(values)
     return before is False and values[0] is True
 
 
-def _has_rows(values: Sequence[Tensor], rows: Sequence[int]) -> bool:
-    return any(
-        all(v.dim() > d and v.size(d) == r for v, r in zip(values, rows, strict=True))
-        for d in range(values[0].dim())
-    )
+def _find_row_dim(values: Sequence[Tensor], rows: Sequence[int]) -> int | None:
+    """The first dim that has r_k entries in every shard's value."""
+    for dim in range(values[0].dim()):
+        if all(v.dim() > dim and v.size(dim) == r for v, r in zip(values, rows, strict=True)):
+            return dim
+    return None
 
 
 def _is_reshaped(old: Tensor | None, values: Sequence[Tensor]) -> bool:
@@ -389,11 +394,10 @@ def _is_flag_set(links: Sequence[Link]) -> bool:
 
 
 def _write(entry: Entry, value: Any) -> None:
-    if entry.key is not None:
+    if entry.key is None:
+        refill(entry.cell, value)
+    else:
         set_entry(entry.cell, entry.key, value)
-        return
-    entry.cell.clear()
-    entry.cell.update(value) if isinstance(entry.cell, set) else entry.cell.extend(value)
 
 
 def _find_rows(merged: Any, values: Sequence[Any], rows: Sequence[int]) -> list[tuple[Tensor, int]]:
@@ -403,10 +407,8 @@ def _find_rows(merged: Any, values: Sequence[Any], rows: Sequence[int]) -> list[
     parts = [[leaf for _, leaf in iter_leaves(value)] for value in values]
     for leaf, *shards in zip((leaf for _, leaf in iter_leaves(merged)), *parts, strict=False):
         if isinstance(leaf, Tensor) and all(isinstance(part, Tensor) for part in shards):
-            dims = range(leaf.dim())
-            sizes = [[part.size(d) if d < part.dim() else -1 for part in shards] for d in dims]
-            dim = next((d for d in dims if sizes[d] == list(rows)), None)
-            if dim is not None and leaf.size(dim) == sum(rows):
+            dim = _find_row_dim(shards, rows)
+            if dim is not None and leaf.dim() > dim and leaf.size(dim) == sum(rows):
                 found.append((leaf, dim))
     return found
 
