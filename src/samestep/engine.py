@@ -117,7 +117,7 @@ class Engine(abc.ABC):
                 self._run(jobs, context, outcomes, inline)
             _raise_first(jobs, outcomes)
             return [outcome.value for outcome in outcomes]
-        except BaseException:
+        except BaseException:  # Ctrl-C above all; raised again as it is
             guard.restore()
             set_current_stream(stream)
             raise

@@ -217,9 +217,7 @@ class Follower:
             ):
                 target._c.setattr(key, self.copy(tensor, f"{prefix}.{key}"))
                 self.loose.append(tensor)
-            if target._c.hasattr(
-                "_flat_weights"
-            ):  # a recurrent module's own list of its parameters
+            if target._c.hasattr("_flat_weights"):  # a recurrent module's list of its parameters
                 weights = source._c.getattr("_flat_weights")
                 target._c.setattr("_flat_weights", [self.copy(w, prefix) for w in weights])
             self._remember(source, target)

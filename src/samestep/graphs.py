@@ -67,8 +67,7 @@ class Survey(NamedTuple):
 
     Attributes:
         leaves: per output, leaves that its graph ends in, by id. What two outputs share may be
-            noted
-            for one of them only: then they are a pair.
+            noted for one of them only: then they are a pair.
         pairs: outputs (by position) whose graphs share more than parameters.
         is_reentrant: re-entrant checkpointing left a node in it.
     """

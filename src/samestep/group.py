@@ -134,8 +134,7 @@ def all_reduce(value: Tensor, total: Total, place: int = 0) -> Tensor:
         place: where in the model this is; shards that meet at different places get an error.
 
     Exactness: every shard gets the same bits. The gradient of a sum is the sum of the gradients
-    that
-        arrive in all shards; any order of derivative is a sum again.
+        that arrive in all shards; any order of derivative is a sum again.
     """
     assert _current.member is not None
     _, _, counter = _current.member

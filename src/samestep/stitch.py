@@ -374,8 +374,7 @@ _MSG_FREED = (
 _MSG_SIDE_DOOR = """\
 Did a tensor leave forward by another way than its output, such as a hook that appends to a list?
     hook: features.append(output)
-    (model(x).sum() + features[0].sum()).backward()                     # walks a shard's graph
-    twice
+    (model(x).sum() + features[0].sum()).backward()  # walks a shard's graph twice
 Return it from forward, store it on the module, or keep the graph:
     (model(x).sum() + features[0].sum()).backward(retain_graph=True)"""
 
