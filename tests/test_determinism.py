@@ -30,7 +30,7 @@ class Delays:
 
     def hold(self, place):
         index = current_shard().index
-        time.sleep(self._plan.get((place, index), 0.0))
+        time.sleep(self._plan.get((place, index), 0.0))  # the schedule under test
         self.ends.append((place, index))
 
 

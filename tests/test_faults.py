@@ -174,7 +174,7 @@ def test_the_other_shards_are_awaited_before_the_error_arrives(faulty):
     ended = []
 
     def slow():
-        time.sleep(0.05)
+        time.sleep(0.05)  # well after the failing shard
         ended.append(1)
 
     model = faulty(forward={(0, 0): bang, (1, 0): slow, (3, 0): slow})
@@ -230,7 +230,7 @@ def test_ctrl_c_while_waiting_for_the_others_ends_the_call(faulty, interrupt):
     ended = []
 
     def slow():
-        time.sleep(0.3)
+        time.sleep(0.3)  # still at work when the interrupt comes, at 0.1 s
         ended.append(1)
 
     model = faulty()

@@ -340,6 +340,7 @@ def test_two_threads_may_accumulate_into_the_same_parameters():
         def forward(self, x):
             early = x * self.weight
             late = checkpoint(lambda t: t * 1, x * self.weight, use_reentrant=True)
+            # The later half of a leaf's gradient: long enough for another shard to come between.
             late.register_hook(lambda _: time.sleep(0.002))
             return early + late
 
