@@ -14,10 +14,13 @@ MAX_LINES = 450
 # From the ground up. A module may import our own modules only from layers before its own, so two of
 # one layer know nothing of each other.
 LAYERS = [
-    ("ground", "errors adapters devices snapshot trace"),
+    ("ground", "errors adapters devices segments snapshot trace"),
     ("what a container is", "tree"),
     ("what cutting and joining share", "rows dims"),
-    ("one idea each", "plan join reduce rng context workers group follow graphs links wrapper"),
+    (
+        "one idea each",
+        "plan join reduce rng context workers comm group follow graphs links wrapper",
+    ),
     ("ideas made of these", "split merge norm alias"),
     ("the module as a slot sees it", "replica"),
     ("all of its replicas, and one that runs twice", "replicas recompute"),

@@ -5,13 +5,22 @@ outputs cannot be joined", and :func:`note_shard`, which says on somebody else's
 happened. An exception raised inside a shard keeps its own type: there is no common base class that
 would invite wrapping it.
 
-Guarantees: each error is also a ``ValueError`` and each warning a ``UserWarning``, so code that
-knows nothing of this library catches them too.
+Guarantees: each error that a user's mistake causes is also a ``ValueError``, the one about other
+processes a ``RuntimeError``, and each warning a ``UserWarning``, so code that knows nothing of this
+library catches them too.
 
 Must not: import anything of ours, or build messages (whoever raises knows the values).
 """
 
-__all__ = ["DrawWarning", "MergeError", "ReplicaError", "SplitError", "StateWarning", "note_shard"]
+__all__ = [
+    "DrawWarning",
+    "MergeError",
+    "RankError",
+    "ReplicaError",
+    "SplitError",
+    "StateWarning",
+    "note_shard",
+]
 
 
 class SplitError(ValueError):
@@ -38,6 +47,15 @@ class ReplicaError(ValueError):
     Raised by the code that makes replicas, on the first call that needs more than one. The message
     names the attribute in the way and its submodule. What to do: keep that object outside the
     module, or run with one replica.
+    """
+
+
+class RankError(RuntimeError):
+    """The ranks cannot go on together: one is gone, failed, or does something else.
+
+    Raised by the code that speaks to other ranks, in every rank that is left, before anything of
+    the step was written to the source module. The message names the ranks, the step and the likely
+    cause. What to do: look at the named rank's own output first; its error is the real one.
     """
 
 

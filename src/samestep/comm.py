@@ -1,0 +1,520 @@
+"""What one rank tells the others: the only door to ``torch.distributed``.
+
+What it holds: :class:`Comm`, one rank's end of a line to all ranks of a process group, and
+:func:`find_comm`, which joins the group that exists or makes one from torchrun's environment. Why
+not the collectives of ``torch.distributed`` themselves: they wait for half an hour for a rank that
+is gone, do not notice that ranks speak of different things, and take tensors of equal size only.
+
+Guarantees:
+- Every message says what it is about. Ranks that speak of different things all get an error that
+  names who is where; afterwards they are in step again.
+- A rank that is gone, or says nothing for ``SAMESTEP_TIMEOUT`` seconds, is an error that names it.
+  The line is dead then: each later message is the same error at once.
+- A group that the user made is used and left as it was; one made here is taken down at exit.
+Must not: know what the values mean.
+
+[Note: two parts of a message]
+Small things (the values, and what describes the rest) are pickled and go through gloo, which also
+is the barrier: it returns when every rank has come. The bulk, bytes of tensors, goes through shared
+memory (:mod:`samestep.segments`) if all ranks are on one machine: written before the small part is
+sent, read after it has come. Otherwise each rank sends each other rank just what it will read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.errors import RankError
+from samestep.segments import Address, Segments, is_supported
+
+__all__ = ["Bulk", "Comm", "Failure", "Message", "find_comm", "get_timeout", "is_main", "leave"]
+
+ENV_TIMEOUT = "SAMESTEP_TIMEOUT"
+ENV_SHARED = "SAMESTEP_SHARED_MEMORY"
+
+# Which bytes of a writer's bulk a reader reads: (reader, writer) -> (start, stop). Every rank must
+# find the same answers, from what the small part told them.
+Wants = Callable[[int, int], tuple[int, int]]
+
+
+class Failure(NamedTuple):
+    """A value that says: this rank failed, and this is why."""
+
+    text: str
+
+
+class Message(NamedTuple):
+    """What one rank said."""
+
+    kind: str
+    value: Any
+    num_bytes: int
+
+
+class Bulk(NamedTuple):
+    """Memory for the bytes that the next message will carry."""
+
+    address: Address | None
+    memory: Tensor
+
+
+class Comm:
+    """One rank's end of the line to all ranks of a group; with one rank, to itself.
+
+    Args:
+        rank: this rank, from 0.
+        num_ranks: W.
+        group: a gloo group of these ranks, of which nobody else makes use; None for one rank.
+        timeout: seconds to wait for another rank.
+        shared: whether bulk goes through shared memory where all ranks are on one machine.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        num_ranks: int = 1,
+        group: Any = None,
+        *,
+        timeout: float = 60.0,
+        shared: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.timeout = timeout
+        self.num_messages = 0
+        self._group = group
+        self._lock = threading.RLock()
+        self._dead: str | None = None
+        self._segments: Segments | None = None
+        self._plain = torch.empty(0, dtype=torch.uint8)
+        self._own = torch.empty(_INLINE, dtype=torch.uint8)
+        self._all = torch.empty(num_ranks * _INLINE, dtype=torch.uint8)
+        if num_ranks > 1 and self._are_neighbours(shared and is_supported()):
+            self._segments = Segments()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether bulk goes through memory that all ranks see."""
+        return self._segments is not None
+
+    def exchange(self, kind: str, value: Any) -> list[Any]:
+        """Tell every rank ``value`` and return what each of them told, in rank order.
+
+        Args:
+            kind: what this is about, in words: the same in every rank, or all get an error.
+            value: anything that pickles.
+
+        Raises:
+            RankError: a rank is gone, or speaks of something else.
+        """
+        return [message.value for message in self._meet(kind, value, 0)]
+
+    def prepare(self, num_bytes: int) -> Bulk:
+        """Return memory for the bulk of this rank's next message."""
+        if self._segments is not None:
+            return Bulk(*self._segments.stage(num_bytes))
+        if self._plain.numel() < num_bytes:
+            self._plain = torch.empty(num_bytes, dtype=torch.uint8)
+        return Bulk(None, self._plain[:num_bytes])
+
+    def trade(
+        self, kind: str, value: Any, bulk: Bulk, wants: Callable[[list[Message]], Wants]
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Tell every rank ``value``, and let each read what it wants of everyone's ``bulk``.
+
+        Args:
+            kind, value: as in :meth:`exchange`.
+            bulk: from :meth:`prepare`, filled.
+            wants: from what all ranks said, which bytes each reads of each.
+
+        Returns:
+            What each rank told; and by rank the bytes that this one wanted, valid until the next
+            message but one is sent.
+        """
+        with self._lock:
+            messages = self._meet(kind, (value, bulk.address), bulk.memory.numel())
+            found = wants([Message(m.kind, m.value[0], m.num_bytes) for m in messages])
+            values = [message.value[0] for message in messages]
+            if self._segments is None:
+                return values, self._send_bytes(bulk.memory, found)
+            read = []
+            for writer, message in enumerate(messages):
+                start, stop = found(self.rank, writer)
+                if writer == self.rank:
+                    memory = bulk.memory
+                elif start < stop:
+                    memory = self._segments.open(writer, message.value[1])
+                else:
+                    memory = self._plain[:0]
+                    start = stop = 0
+                read.append(memory[start:stop])
+            return values, read
+
+    def gather(
+        self, kind: str, value: Any, tensors: Sequence[Tensor]
+    ) -> tuple[list[Any], list[list[Tensor]]]:
+        """Tell every rank ``value`` and ``tensors``; return everyone's, in rank order.
+
+        Args:
+            kind, value: as in :meth:`exchange`.
+            tensors: dense, on any device; the others get them on the CPU.
+
+        Returns:
+            What each rank told, and copies of its tensors; this rank's own tensors are themselves.
+
+        Exactness: the same bits, shapes and dtypes; the copies are contiguous.
+        """
+        if self.num_ranks == 1:
+            return self.exchange(kind, value), [list(tensors)]
+        with self._lock:
+            bulk = self.prepare(sum(map(_padded_size, tensors)))
+            metas = _put(tensors, bulk.memory)
+            told, read = self.trade(
+                kind,
+                (value, metas),
+                bulk,
+                lambda messages: lambda reader, writer: (0, messages[writer].num_bytes),
+            )
+            found = [
+                list(tensors) if rank == self.rank else _take(metas, memory)
+                for rank, ((_, metas), memory) in enumerate(zip(told, read, strict=True))
+            ]
+            return [value for value, _ in told], found
+
+    def close(self) -> None:
+        """Let go of shared memory; the line is dead from now on."""
+        self._dead = self._dead or "the process group was taken down"
+        if self._segments is not None:
+            self._segments.close()
+
+    # -- Messages ----------------------------------------------------------------------------
+
+    def _meet(self, kind: str, value: Any, num_bytes: int) -> list[Message]:
+        if self.num_ranks == 1:
+            return [Message(kind, value, num_bytes)]
+        with self._lock:
+            if self._dead is not None:
+                raise RankError(self._dead)
+            self.num_messages += 1
+            data = pickle.dumps((kind, value, num_bytes), protocol=pickle.HIGHEST_PROTOCOL)
+            messages = [Message(*pickle.loads(said)) for said in self._send_small(data, kind)]
+        if any(message.kind != kind for message in messages):
+            raise RankError(_describe_places(messages))
+        return messages
+
+    def _send_small(self, data: bytes, kind: str) -> list[bytes]:
+        """All-gather of pickled values: one round, or two where one of them is long."""
+        found = self._round(self._own, self._all, data, kind)
+        sizes = [_read_size(part) for part in found]
+        longest = max(sizes)
+        if longest + _SIZE > _INLINE:
+            own = torch.empty(_SIZE + longest, dtype=torch.uint8)
+            found = self._round(own, own.new_empty(self.num_ranks * own.numel()), data, kind)
+        return [
+            part[_SIZE : _SIZE + size].numpy().tobytes()
+            for part, size in zip(found, sizes, strict=True)
+        ]
+
+    def _round(self, own: Tensor, everyone: Tensor, data: bytes, kind: str) -> Sequence[Tensor]:
+        own[:_SIZE] = torch.frombuffer(bytearray(len(data).to_bytes(_SIZE, "little")), dtype=_BYTE)
+        fits = data[: own.numel() - _SIZE]
+        own[_SIZE : _SIZE + len(fits)] = torch.frombuffer(bytearray(fits), dtype=_BYTE)
+        start = time.monotonic()
+        try:
+            _all_gather(everyone, own, group=self._group)
+        except RuntimeError as error:
+            self._give_up(kind, time.monotonic() - start, error)
+        return everyone.chunk(self.num_ranks)
+
+    def _send_bytes(self, own: Tensor, wants: Wants) -> list[Tensor]:
+        """Each rank sends each other what that one reads."""
+        sends, received = [], []
+        start = time.monotonic()
+        try:
+            for other in range(self.num_ranks):
+                first, last = wants(self.rank, other)
+                if other == self.rank:
+                    received.append(own[first:last])
+                    continue
+                found = torch.empty(last - first, dtype=torch.uint8)
+                received.append(found)
+                if found.numel():
+                    sends.append(dist.irecv(found, group=self._group, group_src=other))
+                first, last = wants(other, self.rank)
+                if last > first:
+                    part = own[first:last]
+                    sends.append(dist.isend(part, group=self._group, group_dst=other))
+            for work in sends:
+                assert work is not None
+                work.wait()
+        except RuntimeError as error:
+            self._give_up("bulk", time.monotonic() - start, error)
+        return received
+
+    # -- When a rank does not answer ---------------------------------------------------------
+
+    def _give_up(self, kind: str, waited: float, error: BaseException) -> None:
+        """Find out who is missing, and let the line be dead."""
+        missing = self._find_missing(kind)
+        names = _name_ranks(missing)
+        if waited >= self.timeout * 0.9:
+            fact = (
+                f"{names} did not answer within {self.timeout:g} s ({ENV_TIMEOUT} sets this): "
+                f"it hangs, is much slower, or does not call the model where the others do "
+                f"(every rank must make the same calls)"
+            )
+        else:
+            fact = f"{names} ended or died; its own output has the reason"
+        self._dead = f"rank {self.rank} was at {kind!r}, but {fact}"
+        # Whoever still waits for this rank gets an error at once, not only after its time-out.
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(self._group)
+        raise RankError(self._dead) from error
+
+    def _find_missing(self, kind: str) -> list[int]:
+        """The ranks that do not say, for a moment, that they are looking for others too."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            prefix = f"samestep/{self._group.group_name}/{self.num_messages}"
+            store.set(f"{prefix}/{self.rank}", kind)
+            missing = [rank for rank in range(self.num_ranks) if rank != self.rank]
+            deadline = time.monotonic() + _PATIENCE
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
+                time.sleep(0.05)
+        except Exception:  # the store is gone, and with it the process that held it
+            return [0] if self.rank else list(range(1, self.num_ranks))
+        return missing or [rank for rank in range(self.num_ranks) if rank != self.rank]
+
+    def _are_neighbours(self, is_wanted: bool) -> bool:
+        """Whether each rank can open the memory of each other."""
+        probe = Segments()
+        try:
+            address = probe.stage(1)[0] if is_wanted else None
+            told = self.exchange("first words", (address, _machine()))
+            can = all(place == told[0][1] and found is not None for found, place in told)
+            if can:
+                try:
+                    for rank, (found, _) in enumerate(told):
+                        assert found is not None
+                        probe.open(rank, found)
+                except OSError:
+                    can = False
+            return all(self.exchange("shared memory", can))
+        finally:
+            probe.close()
+
+
+def find_comm(process_group: Any = None) -> Comm:
+    """Return this process's end of the line to the ranks of a process group.
+
+    Args:
+        process_group: the ranks; None: all ranks, of the group that exists or that torchrun's
+            environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``) describes. With
+            neither there is one rank.
+
+    Raises:
+        ValueError: this process is not a rank of ``process_group``; ``SAMESTEP_TIMEOUT`` is not a
+            number of seconds.
+        RankError: the ranks do not find each other.
+    """
+    if not dist.is_available():
+        return _ALONE
+    if not dist.is_initialized():
+        if process_group is not None:
+            raise ValueError("process_group is given, but torch.distributed is not initialized")
+        if not _is_launched():
+            return _ALONE
+        _start_group()
+    group = dist.group.WORLD if process_group is None else process_group
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is not a rank of the process_group given")
+    for known, comm in _comms:
+        if known is group:
+            return comm
+    comm = _make_comm(group, rank)
+    _comms.append((group, comm))
+    return comm
+
+
+def leave() -> None:
+    """Forget every line; take the process group down if it was made here."""
+    for _, comm in _comms:
+        comm.close()
+    _comms.clear()
+    if _made_here and dist.is_initialized():
+        dist.destroy_process_group()
+    _made_here.clear()
+
+
+def is_main() -> bool:
+    """Whether this process is rank 0, or the only one: the one to print and to write files.
+
+    Example:
+        >>> import samestep
+        >>> samestep.is_main()
+        True
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+def get_timeout() -> float:
+    """How many seconds to wait for another rank: ``SAMESTEP_TIMEOUT``, 60 by default.
+
+    Raises:
+        ValueError: it is not a number above zero.
+    """
+    text = os.environ.get(ENV_TIMEOUT, "60")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"{ENV_TIMEOUT} must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+_BYTE = torch.uint8
+_SIZE = 8  # bytes of a length
+_INLINE = 4096  # bytes of the small part that go in one round
+_ALIGN = 64  # bytes: each tensor of a bulk begins at a multiple of this
+_PATIENCE = 2.0  # seconds in which ranks that lost another one tell each other so
+
+# torch 2.13 renamed it.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ALONE = Comm()
+_comms: list[tuple[Any, Comm]] = []
+_made_here: list[bool] = []
+Meta = tuple[torch.dtype, tuple[int, ...], int]  # of one tensor: dtype, shape, where it begins
+
+
+def _is_launched() -> bool:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in names) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def _start_group() -> None:
+    backend = "gloo"
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        local = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(local)
+        backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind.type)}"
+    try:
+        dist.init_process_group(backend)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"the ranks did not find each other at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} (rank {os.environ['RANK']} of "
+            f"{os.environ['WORLD_SIZE']}): {error}"
+        ) from error
+    _made_here.append(True)
+    atexit.register(leave)
+
+
+def _make_comm(group: Any, rank: int) -> Comm:
+    timeout = get_timeout()
+    text = os.environ.get(ENV_SHARED, "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"{ENV_SHARED} must be 1 or 0, got {text!r}")
+    num_ranks = dist.get_world_size(group)
+    if num_ranks == 1:
+        return Comm()
+    own = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=datetime.timedelta(seconds=timeout),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    return Comm(rank, num_ranks, own, timeout=timeout, shared=text == "1")
+
+
+def _machine() -> str:
+    """A name for the machine and, in it, for the set of processes that can see each other."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def _read_size(part: Tensor) -> int:
+    return int.from_bytes(part[:_SIZE].numpy().tobytes(), "little")
+
+
+def _padded_size(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+
+
+def _put(tensors: Sequence[Tensor], memory: Tensor) -> list[Meta]:
+    """Write the tensors' bytes one after another."""
+    metas, at = list[Meta](), 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if size:
+            _typed(memory[at : at + size], tensor.dtype, tensor.shape).copy_(tensor.detach())
+        metas.append((tensor.dtype, tuple(tensor.shape), at))
+        at += _padded_size(tensor)
+    return metas
+
+
+def _take(metas: Sequence[Meta], memory: Tensor) -> list[Tensor]:
+    """Copies of the tensors that :func:`_put` wrote."""
+    found = []
+    for dtype, shape, at in metas:
+        tensor = torch.empty(shape, dtype=dtype)
+        size = tensor.numel() * tensor.element_size()
+        if size:
+            tensor.copy_(_typed(memory[at : at + size], dtype, shape))
+        found.append(tensor)
+    return found
+
+
+def _typed(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    return memory.view(dtype).view(tuple(shape))
+
+
+def _describe_places(messages: Sequence[Message]) -> str:
+    """Say which rank is where; a rank that failed comes first, it is the cause."""
+    failed = [
+        f"rank {rank} failed: {message.value.text}"
+        for rank, message in enumerate(messages)
+        if isinstance(message.value, Failure)
+    ]
+    places: dict[str, list[int]] = {}
+    for rank, message in enumerate(messages):
+        places.setdefault(message.kind, []).append(rank)
+    where = "; ".join(f"{_name_ranks(ranks)} at {kind!r}" for kind, ranks in places.items())
+    if failed:
+        return f"{'; '.join(failed)} ({where})"
+    return (
+        f"the ranks are at different places: {where}. Every rank must make the same calls, on "
+        f"batches of the same size, in the same order: look for a branch on the rank, on the time "
+        f"or on unseeded random numbers"
+    )
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
