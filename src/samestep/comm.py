@@ -45,9 +45,9 @@ __all__ = ["Bulk", "Comm", "Failure", "Message", "find_comm", "get_timeout", "is
 ENV_TIMEOUT = "SAMESTEP_TIMEOUT"
 ENV_SHARED = "SAMESTEP_SHARED_MEMORY"
 
-# Which bytes of a writer's bulk a reader reads: (reader, writer) -> (start, stop). Every rank must
-# find the same answers, from what the small part told them.
-Wants = Callable[[int, int], tuple[int, int]]
+# Which bytes of a writer's bulk a reader reads: (reader, writer) -> [(start, stop), ...]. Every
+# rank must find the same answers, from what the small part told them.
+Wants = Callable[[int, int], list[tuple[int, int]]]
 
 
 class Failure(NamedTuple):
@@ -99,7 +99,8 @@ class Comm:
         self._lock = threading.RLock()
         self._dead: str | None = None
         self._segments: Segments | None = None
-        self._plain = torch.empty(0, dtype=torch.uint8)
+        # Two, in turn: one is still read while the next message's is written.
+        self._plain = [torch.empty(0, dtype=_BYTE), torch.empty(0, dtype=_BYTE)]
         self._own = torch.empty(_INLINE, dtype=torch.uint8)
         self._all = torch.empty(num_ranks * _INLINE, dtype=torch.uint8)
         if num_ranks > 1 and self._are_neighbours(shared and is_supported()):
@@ -126,13 +127,14 @@ class Comm:
         """Return memory for the bulk of this rank's next message."""
         if self._segments is not None:
             return Bulk(*self._segments.stage(num_bytes))
-        if self._plain.numel() < num_bytes:
-            self._plain = torch.empty(num_bytes, dtype=torch.uint8)
-        return Bulk(None, self._plain[:num_bytes])
+        self._plain.reverse()
+        if self._plain[0].numel() < num_bytes:
+            self._plain[0] = torch.empty(num_bytes, dtype=_BYTE)
+        return Bulk(None, self._plain[0][:num_bytes])
 
     def trade(
         self, kind: str, value: Any, bulk: Bulk, wants: Callable[[list[Message]], Wants]
-    ) -> tuple[list[Any], list[Tensor]]:
+    ) -> tuple[list[Any], list[list[Tensor]]]:
         """Tell every rank ``value``, and let each read what it wants of everyone's ``bulk``.
 
         Args:
@@ -150,17 +152,13 @@ class Comm:
             values = [message.value[0] for message in messages]
             if self._segments is None:
                 return values, self._send_bytes(bulk.memory, found)
-            read = []
+            read: list[list[Tensor]] = []
             for writer, message in enumerate(messages):
-                start, stop = found(self.rank, writer)
-                if writer == self.rank:
-                    memory = bulk.memory
-                elif start < stop:
+                ranges = found(self.rank, writer)
+                memory = bulk.memory
+                if writer != self.rank and ranges:
                     memory = self._segments.open(writer, message.value[1])
-                else:
-                    memory = self._plain[:0]
-                    start = stop = 0
-                read.append(memory[start:stop])
+                read.append([memory[start:stop] for start, stop in ranges])
             return values, read
 
     def gather(
@@ -186,11 +184,11 @@ class Comm:
                 kind,
                 (value, metas),
                 bulk,
-                lambda messages: lambda reader, writer: (0, messages[writer].num_bytes),
+                lambda messages: lambda reader, writer: [(0, messages[writer].num_bytes)],
             )
             found = [
                 list(tensors) if rank == self.rank else _take(metas, memory)
-                for rank, ((_, metas), memory) in enumerate(zip(told, read, strict=True))
+                for rank, ((_, metas), (memory,)) in enumerate(zip(told, read, strict=True))
             ]
             return [value for value, _ in told], found
 
@@ -239,26 +237,27 @@ class Comm:
             self._give_up(kind, time.monotonic() - start, error)
         return everyone.chunk(self.num_ranks)
 
-    def _send_bytes(self, own: Tensor, wants: Wants) -> list[Tensor]:
+    def _send_bytes(self, own: Tensor, wants: Wants) -> list[list[Tensor]]:
         """Each rank sends each other what that one reads."""
-        sends, received = [], []
+        sends: list[Any] = []
+        received: list[list[Tensor]] = []
         start = time.monotonic()
         try:
             for other in range(self.num_ranks):
-                first, last = wants(self.rank, other)
+                ranges = wants(self.rank, other)
                 if other == self.rank:
-                    received.append(own[first:last])
+                    received.append([own[first:last] for first, last in ranges])
                     continue
-                found = torch.empty(last - first, dtype=torch.uint8)
+                found = [torch.empty(last - first, dtype=_BYTE) for first, last in ranges]
                 received.append(found)
-                if found.numel():
-                    sends.append(dist.irecv(found, group=self._group, group_src=other))
-                first, last = wants(other, self.rank)
-                if last > first:
-                    part = own[first:last]
-                    sends.append(dist.isend(part, group=self._group, group_dst=other))
+                for part in found:
+                    if part.numel():
+                        sends.append(dist.irecv(part, group=self._group, group_src=other))
+                for first, last in wants(other, self.rank):
+                    if first < last:
+                        part = own[first:last]
+                        sends.append(dist.isend(part, group=self._group, group_dst=other))
             for work in sends:
-                assert work is not None
                 work.wait()
         except RuntimeError as error:
             self._give_up("bulk", time.monotonic() - start, error)
