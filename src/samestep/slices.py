@@ -61,10 +61,12 @@ class Summing:
     Args:
         comm: the line to the other ranks.
         num_values: K.
+        follow: see :meth:`Comm.trade`.
     """
 
-    def __init__(self, comm: Comm, num_values: int) -> None:
+    def __init__(self, comm: Comm, num_values: int, *, follow: bool = False) -> None:
         self._comm = comm
+        self._follow = follow
         self._num_values = num_values
         self._parts: list[_Part] = []
         self._recipe: Recipe = 0
@@ -94,7 +96,11 @@ class Summing:
                 if isinstance(meta, tuple) and value is not None:
                     _view(bulk.memory, start, meta).copy_(value.detach())
         told, read = self._comm.trade(
-            kind, (list(parts), metas, num_entries, note), bulk, self._plan
+            kind,
+            (list(parts), metas, num_entries, note),
+            bulk,
+            self._plan,
+            follow=self._follow,
         )
         self._read = [iter(found) for found in read]
         sums: MaybeTensors = [None] * max(count for _, _, count, _ in told)
