@@ -40,7 +40,17 @@ from torch import Tensor
 from samestep.errors import RankError
 from samestep.segments import Address, Segments, is_supported
 
-__all__ = ["Bulk", "Comm", "Failure", "Message", "find_comm", "get_timeout", "is_main", "leave"]
+__all__ = [
+    "ALONE",
+    "Bulk",
+    "Comm",
+    "Failure",
+    "Message",
+    "find_comm",
+    "get_timeout",
+    "is_main",
+    "leave",
+]
 
 ENV_TIMEOUT = "SAMESTEP_TIMEOUT"
 ENV_SHARED = "SAMESTEP_SHARED_MEMORY"
@@ -366,12 +376,12 @@ def find_comm(process_group: Any = None) -> Comm:
         RankError: the ranks do not find each other.
     """
     if not dist.is_available():
-        return _ALONE
+        return ALONE
     if not dist.is_initialized():
         if process_group is not None:
             raise ValueError("process_group is given, but torch.distributed is not initialized")
         if not _is_launched():
-            return _ALONE
+            return ALONE
         _start_group()
     group = dist.group.WORLD if process_group is None else process_group
     rank = dist.get_rank(group)
@@ -436,7 +446,8 @@ _PATIENCE = 2.0  # seconds in which ranks that lost another one tell each other 
 
 # torch 2.13 renamed it.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_ALONE = Comm()
+#: The line of a process that is the only rank.
+ALONE = Comm()
 _comms: list[tuple[Any, Comm]] = []
 _made_here: list[bool] = []
 Meta = tuple[torch.dtype, tuple[int, ...], int]  # of one tensor: dtype, shape, where it begins
@@ -474,7 +485,7 @@ def _make_comm(group: Any, rank: int) -> Comm:
         raise ValueError(f"{ENV_SHARED} must be 1 or 0, got {text!r}")
     num_ranks = dist.get_world_size(group)
     if num_ranks == 1:
-        return Comm()
+        return ALONE
     own = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=datetime.timedelta(seconds=timeout),

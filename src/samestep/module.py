@@ -13,6 +13,7 @@ Must not: contain any of the ideas it composes.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import threading
 import weakref
@@ -25,10 +26,11 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from samestep import rng, step
+from samestep.comm import Comm, find_comm
 from samestep.context import current_shard, must_run_plainly, use_num_threads
 from samestep.devices import Device, Slot, is_serial_forced, plan_slots, resolve_device
 from samestep.engine import Engine, SerialEngine, ThreadEngine
-from samestep.errors import note_shard
+from samestep.errors import RankError, note_shard
 from samestep.functional import (
     gather,
     make_runner,
@@ -38,16 +40,20 @@ from samestep.functional import (
     replicate,
     scatter,
 )
+from samestep.group import MeetingNeeded
 from samestep.habits import Habits, Trial, Verdict
+from samestep.mirror import Mirror
 from samestep.norm import has_batch_norm, is_norm_refusal
 from samestep.options import Options
-from samestep.plan import SplitPlan, explain_plan, join_single_rows
-from samestep.replica import LazyError, Replica, home_device, replicas_of
+from samestep.plan import SplitPlan, explain_plan
+from samestep.ranks import Call, join_rows_within, open_call, own_slots, scale_gradients
+from samestep.replica import LazyError, home_device, replicas_of
 from samestep.replicas import ReplicaSet, ReplicaStats
 from samestep.runner import Runner
 from samestep.split import plan_split
 from samestep.state import Changes, StateWriter, check_buffers
-from samestep.step import find_tensors, run_shards
+from samestep.step import run_shards
+from samestep.tie import find_tensors, map_tensors
 from samestep.wrapper import Wrapper
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -74,16 +80,24 @@ class _Runtime:
     Copying or pickling it gives a fresh one.
     """
 
-    def __init__(self, options: Options, buffers: str | Mapping[str, str]) -> None:
+    def __init__(
+        self, options: Options, buffers: str | Mapping[str, str], comm: Comm | None = None
+    ) -> None:
         self._arguments = (options, buffers)
+        self.comm = comm or find_comm()
         self.lock = threading.RLock()
         self.replicas = ReplicaSet(prepare=partial(prepare, sync=options.sync_batch_norm))
         self.habits = Habits(self.replicas)
+        self.mirror = Mirror()
         self.serial: Engine = SerialEngine(options.threads_per_replica)
-        self.threads: Engine = ThreadEngine(options.threads_per_replica)
+        self.threads: Engine = ThreadEngine(
+            options.threads_per_replica, num_workers=options.workers
+        )
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
-        # Plans with a shard of one row that a BatchNorm refused, and the plans used instead.
-        self.joined: dict[tuple[SplitPlan, bool], SplitPlan] = {}
+        # Plans with a shard of one row that a BatchNorm refused: these rows are joined.
+        self.refused: set[tuple[SplitPlan, bool]] = set()
+        self.number = next(_numbers)
+        self.num_calls = 0
         _runtimes.add(self)
         self.can_watch = all(slot.device.type == "cpu" for slot in options.slots)
 
@@ -94,6 +108,15 @@ class _Runtime:
         """Start anew in a forked child, where the thread that held a lock does not exist."""
         self.lock = threading.RLock()
         self.replicas.renew()
+
+    def name_call(self, module: nn.Module, method: str | None) -> str:
+        """A name for the next call, the same in every rank."""
+        self.num_calls += 1
+        what = type(module).__name__ + ("" if method is None else f".{method}")
+        return f"call {self.num_calls} of {what} (wrapper {self.number})"
+
+
+_numbers = itertools.count()
 
 
 class DataParallel(Wrapper):
@@ -122,6 +145,13 @@ class DataParallel(Wrapper):
         recompute: keep no activations; backward runs each shard's forward again, shard by shard, so
             that a batch takes the memory of the shards that run at one time.
         threads_per_replica: intra-op threads of a CPU slot; part of what fixes the bits.
+        workers: threads that run CPU slots; None: one per core that this process may use. It does
+            not change a bit.
+        batch: with several ranks: ``"global"``, every rank passes the whole batch and gets the
+            whole output; ``"local"``, each passes its own rows (see ``split_loader``) and gets
+            theirs. What is 0-dim, such as a loss, is about the whole batch either way.
+        process_group: the ranks that share the slots; None: all, of the group that exists or that
+            torchrun's environment describes; without either this process is alone.
 
     Raises:
         TypeError, ValueError: an argument that cannot be met, with the reason and the remedy.
@@ -155,12 +185,16 @@ class DataParallel(Wrapper):
         sync_batch_norm: bool = False,
         recompute: bool = False,
         threads_per_replica: int = 1,
+        workers: int | None = None,
+        batch: str = "global",
+        process_group: Any = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        comm = find_comm(process_group)
         self._samestep_options = Options(
-            slots=plan_slots(device_ids, replicas),
+            slots=plan_slots(device_ids, replicas, rank=comm.rank, num_ranks=comm.num_ranks),
             output=None
             if output_device is None
             else resolve_device(output_device, argument="output_device"),
@@ -172,9 +206,12 @@ class DataParallel(Wrapper):
             sync_batch_norm=sync_batch_norm,
             recompute=recompute,
             threads_per_replica=threads_per_replica,
+            workers=workers,
+            batch=batch,
         )
         check_buffers(buffers, module)
-        self._samestep_runtime = _Runtime(self._samestep_options, buffers)
+        check_ranks(comm, self._samestep_options)
+        self._samestep_runtime = _Runtime(self._samestep_options, buffers, comm)
         # With one slot there is nothing to cut, and unless asked for more nothing to do.
         self._samestep_is_single = self.num_replicas == 1 and not recompute
         self.module = module
@@ -211,96 +248,182 @@ class DataParallel(Wrapper):
     def _run(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if current_shard() is not None or must_run_plainly():
             return self._call_source(method, args, kwargs)  # already parallel, or torch.func's
-        options, runtime = self._samestep_options, self._samestep_runtime
+        runtime = self._samestep_runtime
         with runtime.lock:
-            plan = self._plan(method, args, kwargs)
-            plan = runtime.joined.get((plan, self.module.training), plan)
-            is_whole = plan.num_shards == 1 and not options.recompute
-            if is_whole and options.slots[0].device == home_device(self.module):
+            call = self._open(method, args, kwargs)
+            if self._is_plain(call):
                 return self._call_source(method, args, kwargs)
             try:
-                return self._step(plan, method, args, kwargs)
+                return self._step(call, method, args, kwargs)
             except LazyError:
                 # The first batch gives the parameters their shape; nothing has run yet.
-                return self._call_source(method, args, kwargs)
+                return self._call_whole(call, method, args, kwargs)
+
+    def _open(self, method: str | None, args: Any, kwargs: Any) -> Call:
+        options, runtime = self._samestep_options, self._samestep_runtime
+        name = runtime.name_call(self.module, method)
+        call = open_call(runtime.comm, options, self._plan(method, args, kwargs), name)
+        if (call.plan, self.module.training) in runtime.refused:
+            call = join_rows_within(call, runtime.comm, options, name) or call
+        return call
+
+    def _is_plain(self, call: Call) -> bool:
+        """Whether one call on the source module, where the batch is, does the same."""
+        options = self._samestep_options
+        if call.spread.is_local or call.plan.num_shards > 1 or options.recompute:
+            return False
+        return not call.spread.is_alone or options.slots[0].device == home_device(self.module)
 
     def _step(
-        self, plan: SplitPlan, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         options, runtime = self._samestep_options, self._samestep_runtime
-        slots, rows = [options.slots[i] for i in plan.slots or (0,)], plan.sizes or (0,)
-
-        shards = scatter((args, kwargs), options.slots, plan=plan)
-        replicas = replicas_of(replicate(self.module, slots, keep=runtime.replicas, sizes=rows))
+        spread, module = call.spread, self.module
+        if not spread.is_alone:
+            form = (call.plan, module.training, torch.is_grad_enabled())
+            runtime.mirror.compare(spread, module, (args, kwargs), form, self._setting())
+        shards = self._scatter(call, args, kwargs)
+        slots = [options.slots[i] for i in call.plan.slots or (0,)]
+        places = list(spread.mine) or [0]  # a rank without shards has a replica to know names by
+        found = replicas_of(
+            replicate(
+                module,
+                [slots[k] for k in places],
+                keep=runtime.replicas,
+                sizes=[call.rows[k] for k in spread.mine] if spread.is_local else call.rows,
+                shards=range(len(places)) if spread.is_local else places,
+            )
+        )
+        replicas, model = found[: len(spread.mine)], found[0]
         trial = runtime.habits.start(
-            self.module,
+            module,
             find_tensors((args, kwargs)),
-            may_repeat=1 in rows and has_batch_norm(self.module),
+            may_repeat=1 in call.rows and has_batch_norm(module),
             can_watch=runtime.can_watch,
         )
         try:
-            outputs, changes = run_shards(
+            outputs, changes, notes = run_shards(
                 replicas,
                 shards,
-                self._runner(slots, plan, trial, replicas[0].home),
+                self._runner(slots, call, trial, model.home),
+                model=model,
                 method=method,
                 recompute=options.recompute,
+                carried=self._carried(call),
+                note=lambda: (trial.look(), self._mirrored(spread, args, kwargs)),
             )
-            verdict = trial.judge(changes)
+            facts = [seen for seen, _ in notes]
+            if not spread.is_alone:
+                runtime.mirror.check(spread, [seen for _, seen in notes])
+            verdict = trial.judge(changes, facts, call.rows)
             if verdict is Verdict.STANDS:
-                output = gather(
-                    outputs,
-                    options.output,
-                    options.dim,
-                    rows=rows,
-                    out_dims=options.out_dims if method is None else None,
-                    reduction=options.reduction,
-                )
-                self._keep(changes, replicas, rows)
+                spread.draw_alike(trial.draws, [seen.drawn for seen in facts])
+                output = self._gather(call, outputs, method)
+                self._keep(call, changes)
                 return output
         except BaseException as error:
             trial.undo()
-            joined = join_single_rows(plan) if is_norm_refusal(error) else None
-            if joined is None:
-                _note_whole(plan, error)
+            again = self._learn(call, error)
+            if again is None:
+                _note_whole(call.plan, error)
                 raise
             trial.restore_inputs()
-            runtime.joined[plan, self.module.training] = plan = joined
-            verdict = Verdict.AGAIN
-        if verdict is Verdict.WHOLE or plan.num_shards == 1:
-            return self._call_source(method, args, kwargs)
-        return self._step(plan, method, args, kwargs)
+            call, verdict = again, Verdict.AGAIN
+        if verdict is Verdict.WHOLE or self._is_plain(call):
+            return self._call_whole(call, method, args, kwargs)
+        return self._step(call, method, args, kwargs)
 
-    def _keep(self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]) -> None:
+    def _learn(self, call: Call, error: BaseException) -> Call | None:
+        """What to do differently after this error; None if it is the user's."""
+        options, runtime = self._samestep_options, self._samestep_runtime
+        if is_meeting_needed(error) and not runtime.habits.is_together:
+            runtime.habits.is_together = True
+            return call
+        if not is_norm_refusal(error):
+            return None
+        name = f"{call.spread.place.partition(' on ')[0]}, rows joined"
+        joined = join_rows_within(call, runtime.comm, options, name)
+        if joined is not None:
+            runtime.refused.add((call.plan, self.module.training))
+        return joined
+
+    def _scatter(self, call: Call, args: Any, kwargs: Any) -> list[Any]:
+        """Per shard of the call its arguments; None where another rank has its rows."""
+        options, mine = self._samestep_options, call.spread.mine
+        if not call.spread.is_local:
+            return list(scatter((args, kwargs), options.slots, plan=call.plan, only=mine))
+        args, kwargs = scale_gradients((args, kwargs), 1 / (self._share(call) or 1), map_tensors)
+        shards: list[Any] = [None] * call.plan.num_shards
+        if call.cut is not None:
+            shards[mine.start : mine.stop] = scatter((args, kwargs), options.slots, plan=call.cut)
+        return shards
+
+    def _gather(self, call: Call, outputs: Sequence[Any], method: str | None) -> Any:
+        options = self._samestep_options
+        output = gather(
+            outputs,
+            options.output,
+            options.dim,
+            rows=call.output_rows,
+            weights=call.rows,
+            out_dims=options.out_dims if method is None else None,
+            reduction=options.reduction,
+        )
+        return scale_gradients(output, self._share(call), map_tensors)
+
+    def _share(self, call: Call) -> float:
+        """What a gradient of this rank's own loss counts for in the batch's."""
+        is_mean = self._samestep_options.reduction == "mean"
+        return call.share if call.spread.is_local and is_mean else 1.0
+
+    def _keep(self, call: Call, changes: Changes) -> None:
         """Bring what the forwards wrote to the source module."""
         runtime = self._samestep_runtime
-        for cell, key, tensors in runtime.writer.write(changes, replicas, rows):
+        own = call.own_rows if call.spread.is_local else None
+        for cell, key, tensors in runtime.writer.write(changes, call.rows, own):
             runtime.replicas.carry(cell, key, tensors)
         runtime.replicas.mark_dirty(changes.cells)
         runtime.replicas.mark_moved(changes.parted)
 
+    def _carried(self, call: Call) -> list[Any]:
+        carried, mine = self._samestep_runtime.replicas.carried, call.spread.mine
+        if not call.spread.is_local or not carried:
+            return carried
+        return [carried[k - mine.start] if k in mine else {} for k in range(call.plan.num_shards)]
+
+    def _mirrored(self, spread: Any, args: Any, kwargs: Any) -> Any:
+        if spread.is_alone:
+            return None
+        return self._samestep_runtime.mirror.note(spread, self.module, (args, kwargs))
+
+    def _setting(self) -> Any:
+        options = self._samestep_options
+        return (len(options.slots), options.split, options.dim, options.batch, options.reduction)
+
     def _runner(
-        self, slots: Sequence[Slot], plan: SplitPlan, trial: Trial, home: torch.device
+        self, slots: Sequence[Slot], call: Call, trial: Trial, home: torch.device
     ) -> Runner:
         options, runtime = self._samestep_options, self._samestep_runtime
         is_serial = (
-            runtime.habits.must_take_turns((plan, torch.is_grad_enabled()))
+            runtime.habits.must_take_turns((call.plan, torch.is_grad_enabled()))
             or is_serial_forced()
             or trial.drawing == "swap"
         )
         return make_runner(
             runtime.serial if is_serial else runtime.threads,
             [slot.device for slot in slots],
-            plan.sizes or (0,),
+            call.rows,
             drawing=trial.drawing,
-            together=options.sync_batch_norm and has_batch_norm(self.module),
+            together=runtime.habits.is_together
+            or (options.sync_batch_norm and has_batch_norm(self.module)),
             draws=trial.draws,
             home=home,
             lock=runtime.replicas.lock,
+            spread=call.spread,
         )
 
     def _plan(self, method: str | None, args: Any, kwargs: Any) -> SplitPlan:
-        options = self._samestep_options
+        options, comm = self._samestep_options, self._samestep_runtime.comm
         in_dims, names = options.in_dims, list[str]()
         if in_dims is not None:
             names = self._parameter_names(method)
@@ -308,13 +431,18 @@ class DataParallel(Wrapper):
                 # Said of forward: what another method has no parameter for does not concern it.
                 foreign = {*self._parameter_names(None)} - {*names, *kwargs}
                 in_dims = {key: spec for key, spec in in_dims.items() if key not in foreign}
+        num_slots, split = len(options.slots), options.split
+        if options.batch == "local" and comm.num_ranks > 1:
+            own = own_slots(comm, num_slots)
+            num_slots = len(own)
+            split = split if isinstance(split, str) else [split[k] for k in own]
         return plan_split(
             args,
             kwargs,
-            num_slots=len(options.slots),
+            num_slots=num_slots,
             dim=options.dim,
             in_dims=in_dims,
-            split=options.split,
+            split=split,
             parameter_names=names,
         )
 
@@ -330,6 +458,12 @@ class DataParallel(Wrapper):
         args, kwargs = self._to_slot(args, kwargs)
         with use_num_threads(self._samestep_options.threads_per_replica):
             return function(*args, **kwargs)
+
+    def _call_whole(self, call: Call, method: str | None, args: Any, kwargs: Any) -> Any:
+        """One call with everything, because the module initialises itself from what it sees."""
+        if call.spread.is_local:
+            raise RankError(_MSG_LOCAL)
+        return self._call_source(method, args, kwargs)
 
     def _to_slot(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments for a call on the source module: on its device if that is an accelerator."""
@@ -411,6 +545,30 @@ def data_parallel(
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+_MSG_LOCAL = (
+    "the module initialises itself from the first batch it sees, and with batch='local' each rank "
+    "sees other rows; run one whole batch through the module before it is wrapped, the same one in "
+    "every rank"
+)
+
+
+def check_ranks(comm: Comm, options: Options) -> None:
+    """Raise ValueError unless the ranks can share the slots as they were asked to."""
+    num_slots = len(options.slots)
+    if options.batch == "local" and num_slots < comm.num_ranks:
+        raise ValueError(
+            f"batch='local' needs a slot in every rank (slots: {num_slots}, ranks: "
+            f"{comm.num_ranks}); pass replicas={comm.num_ranks} or more"
+        )
+
+
+def is_meeting_needed(error: BaseException) -> bool:
+    """Whether a shard, here or in another rank, called a function that lets the shards meet."""
+    if isinstance(error, MeetingNeeded):
+        return True
+    return isinstance(error, RankError) and MeetingNeeded.__name__ in str(error)
 
 
 @_disable_dynamo  # imports the compiler at the first call: only while it is at work anyway

@@ -38,6 +38,8 @@ class Options:
     sync_batch_norm: bool
     recompute: bool
     threads_per_replica: int
+    workers: int | None
+    batch: str
 
     def __post_init__(self) -> None:
         for name in ("dim", "threads_per_replica"):
@@ -48,6 +50,12 @@ class Options:
             raise ValueError(
                 f"threads_per_replica must be at least 1, got {self.threads_per_replica}"
             )
+        if self.workers is not None and (
+            isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1
+        ):
+            raise ValueError(f"workers must be a whole number of at least 1, got {self.workers!r}")
+        if self.batch not in ("global", "local"):
+            raise ValueError(f"batch is {self.batch!r}; it must be 'global' or 'local'")
         plan_sizes(len(self.slots), len(self.slots), self.split)  # raises for a bad split
         if not isinstance(self.split, str):
             object.__setattr__(self, "split", tuple(self.split))  # the user's list may change

@@ -1,8 +1,9 @@
 """What the shards' forwards wrote, brought back to the source module.
 
-What it holds: :func:`collect` (what did each replica change?), and :class:`StateWriter`, which
-decides one value for each change and writes it. Why: replicas are copies, so without this
-``self.counter += 1``, a running statistic or a stored hidden state would be lost, silently.
+What it holds: :func:`find_touched` and :func:`collect` (what did each replica change?), and
+:class:`StateWriter`, which decides one value for each change and writes it. Why: replicas are
+copies, so without this ``self.counter += 1``, a running statistic or a stored hidden state would be
+lost, silently.
 
 The rules, for a value written by the shards:
 
@@ -26,20 +27,29 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from samestep.errors import MergeError, StateWarning
 from samestep.links import Link, write
-from samestep.norm import merge_statistics
+from samestep.norm import NormRecord, merge_statistics
 from samestep.reduce import tree_sum
 from samestep.replica import Replica
 from samestep.snapshot import refill, set_entry, show_path
-from samestep.tree import iter_leaves
+from samestep.tree import iter_leaves, map_leaves
 
-__all__ = ["BUFFER_RULES", "Changes", "StateWriter", "check_buffers", "collect"]
+__all__ = [
+    "BUFFER_RULES",
+    "Changes",
+    "StateWriter",
+    "Touched",
+    "Written",
+    "check_buffers",
+    "collect",
+    "find_touched",
+]
 
 BUFFER_RULES = ("merge", "mean", "sum", "first", "max", "min")
 MISSING = object()  # the shard has no such entry
@@ -57,35 +67,67 @@ class Entry:
 
 
 @dataclass
+class Written:
+    """A source tensor that forwards wrote in place: a link to it, and one value per shard."""
+
+    link: Link
+    values: list[Tensor]
+
+
+class Touched(NamedTuple):
+    """What forwards changed, by names that are the same in every process.
+
+    Attributes:
+        entries: path of a cell, which of the cells with that path, key.
+        written: paths of source tensors written in place.
+        raced: of those that all shards share the memory of.
+        switched: of those whose ``requires_grad`` was switched.
+    """
+
+    entries: list[tuple[str, int, Any]]
+    written: list[str]
+    raced: list[str]
+    switched: list[str]
+
+
+@dataclass
 class Changes:
     """What the forwards of one step wrote.
 
     Attributes:
         entries: attributes, container entries, rebound buffers.
-        written: per source tensor written in place, each shard's link to its copy.
+        written: source tensors written in place.
+        norms: per shard, what its BatchNorm modules saw.
         cells: source cells whose copies differ from them now.
-        is_initialisation: a flag was set, or a module or parameter was made: this forward
-            initialises itself from the data it sees.
+        raced, switched: see :class:`Touched`.
     """
 
     entries: list[Entry]
-    written: list[list[Link]]
+    written: list[Written]
+    norms: list[list[NormRecord]]
     cells: list[Any]
-    is_structural: bool
-    is_flagged: bool
     raced: list[Link]
     switched: list[Link]
 
     @property
     def parted(self) -> list[Tensor]:
         """Source tensors whose aliases got other memory (``parameter.data = ...`` in forward)."""
-        return [links[0].source for links in self.written if any(link.is_alias for link in links)]
+        return [found.link.source for found in self.written if found.link.is_alias]
 
-    def values(self) -> list[list[Any]]:
+    @property
+    def is_structural(self) -> bool:
+        """Whether a module, parameter, buffer or hook was made: this forward initialises itself
+        from the data it sees."""
+        return any(map(_is_structural, self.entries))
+
+    def is_flagged(self, rows: Sequence[int]) -> bool:
+        """Whether a flag was set, another sign of that; ``rows`` are the shards' B_k."""
+        return any(_is_flag(entry, rows) for entry in self.entries) or any(
+            map(_is_flag_set, self.written)
+        )
+
+    def values(self, num_shards: int) -> list[list[Any]]:
         """Per shard, the values of all entries: they may be part of the shards' graphs."""
-        if not self.entries:
-            return []
-        num_shards = len(self.entries[0].values)
         return [[entry.values[k] for entry in self.entries] for k in range(num_shards)]
 
     def replace(self, values: Sequence[Sequence[Any]]) -> None:
@@ -94,34 +136,56 @@ class Changes:
             entry.values = [row[i] for row in values]
 
 
-def collect(replicas: Sequence[Replica], rows: Sequence[int]) -> Changes:
-    """See what the forwards changed in their replicas, one per shard, with B_k rows each."""
-    keys_written = {id(link.source) for replica in replicas for link in replica.find_written()}
-    written = [[replica.links[key] for replica in replicas] for key in keys_written]
-    changed = [
-        [] if replica.snapshot.is_current() else replica.snapshot.changed() for replica in replicas
-    ]
-    keys: dict[tuple[int, Any], tuple[Any, str]] = {}
-    for replica, indices in zip(replicas, changed, strict=True):
-        for index in indices:
-            source, target = replica.follower.cells[index]
-            before = replica.snapshot.content(index)
-            for key in _changed_keys(target, before):
-                keys[id(source), key] = (source, replica.follower.paths[index])
-    entries = [
-        Entry(cell, key, path, [_read(r, cell, key) for r in replicas], path.endswith("._buffers"))
-        for (_, key), (cell, path) in keys.items()
-    ]
-    cells = {id(cell): cell for cell, _ in keys.values()}
+def find_touched(replicas: Sequence[Replica]) -> Touched:
+    """See what the forwards changed in their replicas."""
+    written = {link.path: None for replica in replicas for link in replica.find_written()}
+    entries: dict[tuple[str, int, Any], None] = {}
+    for replica in replicas:
+        if replica.snapshot.is_current():
+            continue
+        for index in replica.snapshot.changed():
+            target = replica.follower.cells[index][1]
+            path, number = replica.name_cell(index)
+            for key in _changed_keys(target, replica.snapshot.content(index)):
+                entries[path, number, key] = None
+    # The memory that is shared, and with it the version, is the same in all shards.
+    first = replicas[:1]
+    return Touched(
+        list(entries),
+        list(written),
+        [link.path for replica in first for link in replica.find_raced()],
+        [link.path for replica in first for link in replica.find_switched()],
+    )
+
+
+def collect(replicas: Sequence[Replica], touched: Touched, model: Replica) -> Changes:
+    """Read what was touched: one value per replica.
+
+    Args:
+        replicas: one per shard.
+        touched: what to read; other processes' replicas may have touched more than these.
+        model: any replica, to find the source module's own objects by.
+    """
+    entries = []
+    for path, number, key in touched.entries:
+        cell = model.find_cell(path, number)
+        values = [_read(replica, cell, key) for replica in replicas]
+        entries.append(Entry(cell, key, path, values, path.endswith("._buffers")))
+    links = model.links_by_path() if any(touched[1:]) else {}
+    written = []
+    for path in touched.written:
+        source = links[path].source
+        own = [replica.links[id(source)] for replica in replicas]
+        parted = next((link for link in own if link.is_alias), links[path])
+        written.append(Written(parted, [link.copy.detach() for link in own]))
+    cells = {id(entry.cell): entry.cell for entry in entries}
     return Changes(
         entries,
         written,
+        [replica.norms for replica in replicas],
         list(cells.values()),
-        is_structural=any(map(_is_structural, entries)),
-        is_flagged=any(_is_flag(entry, rows) for entry in entries)
-        or any(map(_is_flag_set, written)),
-        switched=replicas[0].find_switched(),
-        raced=replicas[0].find_raced(),  # the memory, and with it the version, is the same in all
+        raced=[links[path] for path in touched.raced],
+        switched=[links[path] for path in touched.switched],
     )
 
 
@@ -143,14 +207,14 @@ class StateWriter:
         self._warned: set[str] = set()
 
     def write(
-        self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]
+        self, changes: Changes, rows: Sequence[int], own: slice | None = None
     ) -> list[tuple[Any, Any, list[tuple[Tensor, int]]]]:
         """Bring ``changes`` back to the source module.
 
         Args:
             changes: from :func:`collect`, of the shards with rows.
-            replicas: of the same shards.
             rows: B_k of each shard.
+            own: of the batch's rows, those that this process keeps in attributes; None: all.
 
         Returns:
             By cell and key, the tensors written that hold one entry per row, and on which dim.
@@ -161,26 +225,29 @@ class StateWriter:
         done: set[int] = set()
         decided: list[Callable[[], Any]] = []
         carried: list[tuple[Any, Any, list[tuple[Tensor, int]]]] = []
-        for records in zip(*(replica.norms for replica in replicas), strict=True):
+        for records in zip(*changes.norms, strict=True):
             merged = merge_statistics(records)
             for name, value in (merged or {}).items():
                 buffer = getattr(records[0].module, name)
                 done.add(id(buffer))
                 is_counter = name == "num_batches_tracked"
                 decided.append(partial(write, buffer, value, keep_version=not is_counter))
-        for links in changes.written:
-            source = links[0].source
+        for found in changes.written:
+            link, source = found.link, found.link.source
             if id(source) not in done:
-                rule = self._rule(links[0].path)
-                values = [link.copy.detach() for link in links]
-                if links[0].rows is not None:
-                    value = torch.cat([v.to(source.device) for v in values], links[0].rows[0])
+                if link.rows is not None:
+                    parts = [value.to(source.device) for value in found.values]
+                    value = torch.cat(parts, link.rows[0])
                 else:
-                    is_parameter = isinstance(source, nn.Parameter)
                     value = self._merge_buffer(
-                        source, values, rows, rule, links[0].path, by_entry=is_parameter
+                        source,
+                        found.values,
+                        rows,
+                        self._rule(link.path),
+                        link.path,
+                        by_entry=isinstance(source, nn.Parameter),
                     )
-                keeps = links[0].is_unversioned
+                keeps = link.is_unversioned
                 decided.append(partial(write, source, value, keep_version=keeps))
         removed = []
         for entry in changes.entries:
@@ -188,13 +255,16 @@ class StateWriter:
             if value is MISSING:
                 removed.append(entry)
             elif value is not _KEEP:
+                in_rows = _find_rows(value, entry.values, rows)
+                if own is not None and in_rows:
+                    value, in_rows = _keep_rows(value, in_rows, own)
                 decided.append(partial(_write, entry, value))
-                carried.append((entry.cell, entry.key, _find_rows(value, entry.values, rows)))
+                carried.append((entry.cell, entry.key, in_rows))
         with torch.no_grad():
             for action in decided:
                 action()
         for link in changes.switched:
-            link.source.requires_grad_(link.copy.requires_grad)
+            link.source.requires_grad_(not link.source.requires_grad)
         for entry in removed:
             entry.cell.pop(entry.key, None)
         return carried
@@ -381,16 +451,16 @@ def _are_equal_tensors(values: Sequence[Tensor]) -> bool:
     return all(v.shape == values[0].shape and torch.equal(v, values[0]) for v in values[1:])
 
 
-def _is_flag_set(links: Sequence[Link]) -> bool:
+def _is_flag_set(found: Written) -> bool:
     """An integer or bool buffer that was zero everywhere and is not any more."""
-    source, copy = links[0].source, links[0].copy
+    source = found.link.source
     if (
         source.is_floating_point()
         or source.is_complex()
-        or links[0].path.endswith(".num_batches_tracked")
+        or found.link.path.endswith(".num_batches_tracked")
     ):
         return False
-    return not source.any() and bool(copy.any())
+    return not source.any() and bool(found.values[0].any())
 
 
 def _write(entry: Entry, value: Any) -> None:
@@ -411,6 +481,23 @@ def _find_rows(merged: Any, values: Sequence[Any], rows: Sequence[int]) -> list[
             if dim is not None and leaf.dim() > dim and leaf.size(dim) == sum(rows):
                 found.append((leaf, dim))
     return found
+
+
+def _keep_rows(
+    value: Any, in_rows: Sequence[tuple[Tensor, int]], own: slice
+) -> tuple[Any, list[tuple[Tensor, int]]]:
+    """``value`` with these rows of its tensors only."""
+    dims = {id(tensor): dim for tensor, dim in in_rows}
+    kept: list[tuple[Tensor, int]] = []
+
+    def keep(leaf: Any) -> Any:
+        dim = dims.get(id(leaf))
+        if dim is None:
+            return leaf
+        kept.append((leaf.narrow(dim, own.start, own.stop - own.start), dim))
+        return kept[-1][0]
+
+    return map_leaves(keep, value), kept
 
 
 def _are_equal_values(values: Sequence[Any]) -> bool:
