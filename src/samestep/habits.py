@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samestep.changes import Changes
 from samestep.errors import DrawWarning, StateWarning
 from samestep.replicas import ReplicaSet
 from samestep.rng import Draws, Watch
 from samestep.snapshot import show_path
-from samestep.state import Changes
 
 __all__ = ["Facts", "Habits", "Trial", "Verdict"]
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.changes import Changes, Touched, collect, find_touched
 from samestep.norm import NormRecord
 from samestep.replica import Replica
 from samestep.runner import Runner
-from samestep.state import Changes, Touched, collect, find_touched
 from samestep.tie import Graph, Look, find_tensors, look_at
 from samestep.tree import open_container
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from samestep.changes import Changes
 from samestep.errors import StateWarning
 from samestep.links import Rows
 from samestep.recompute import Recomputation
@@ -28,7 +29,6 @@ from samestep.reduce import TreeSum, sum_lists
 from samestep.replica import BringHome, Replica
 from samestep.runner import Runner
 from samestep.sharing import share_forward
-from samestep.state import Changes
 from samestep.tie import map_tensors, tie
 from samestep.tree import map_leaves
 
