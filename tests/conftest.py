@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from spmd import Ranks
 
 # Worker threads of the library are daemons that wait for work between calls; they may stay.
 OURS = "samestep-"
@@ -19,6 +20,14 @@ def pytest_report_header():
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     threads = torch.get_num_threads()
     return f"torch {torch.__version__}, {threads} threads, {accelerators} accelerators"
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Real processes, started once: see :mod:`spmd`."""
+    found = Ranks()
+    yield found
+    found.close()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ LAYERS = [
         "plan join reduce rng context workers comm follow graphs links wrapper",
     ),
     ("how shards meet, how ranks do", "group rendezvous"),
-    ("ideas made of these", "split merge norm slices parcel"),
+    ("ideas made of these", "collectives split merge norm slices parcel"),
     ("the shards of a call and the ranks that have them", "spread"),
     ("the module as a slot sees it", "replica"),
     ("all of its replicas, and one that runs twice", "replicas recompute"),

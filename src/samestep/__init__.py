@@ -6,11 +6,14 @@
 torch.Size([30, 2])
 """
 
+from samestep.collectives import all_gather as all_gather
+from samestep.collectives import all_reduce as all_reduce
 from samestep.context import Shard as Shard
 from samestep.context import current_shard as current_shard
 from samestep.devices import Slot as Slot
 from samestep.errors import DrawWarning as DrawWarning
 from samestep.errors import MergeError as MergeError
+from samestep.errors import RankError as RankError
 from samestep.errors import ReplicaError as ReplicaError
 from samestep.errors import SplitError as SplitError
 from samestep.errors import StateWarning as StateWarning
@@ -20,20 +23,25 @@ from samestep.functional import replicate as replicate
 from samestep.functional import scatter as scatter
 from samestep.module import DataParallel as DataParallel
 from samestep.module import data_parallel as data_parallel
+from samestep.rendezvous import is_main as is_main
 from samestep.tree import register_batch_type as register_batch_type
 
 __all__ = [
     "DataParallel",
     "DrawWarning",
     "MergeError",
+    "RankError",
     "ReplicaError",
     "Shard",
     "Slot",
     "SplitError",
     "StateWarning",
+    "all_gather",
+    "all_reduce",
     "current_shard",
     "data_parallel",
     "gather",
+    "is_main",
     "parallel_apply",
     "register_batch_type",
     "replicate",

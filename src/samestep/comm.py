@@ -22,6 +22,7 @@ sent, read after it has come. Otherwise each rank sends each other rank just wha
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import socket
@@ -31,7 +32,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import RankError
@@ -78,7 +78,9 @@ class Comm:
     Args:
         rank: this rank, from 0.
         num_ranks: W.
-        group: a gloo group of these ranks, of which nobody else makes use; None for one rank.
+        group: a ``ProcessGroupGloo`` of these ranks, of which nobody else makes use; None for one
+            rank.
+        store: a key-value store that all of them see.
         timeout: seconds to wait for another rank.
         shared: whether bulk goes through shared memory where all ranks are on one machine.
     """
@@ -88,6 +90,7 @@ class Comm:
         rank: int = 0,
         num_ranks: int = 1,
         group: Any = None,
+        store: Any = None,
         *,
         timeout: float = 60.0,
         shared: bool = True,
@@ -96,7 +99,9 @@ class Comm:
         self.num_ranks = num_ranks
         self.timeout = timeout
         self.num_messages = 0
+        self.numbers = itertools.count()  # for what is made on this line: the same in every rank
         self._group = group
+        self._store = store
         self._lock = threading.RLock()
         self._dead: str | None = None
         self._segments: Segments | None = None
@@ -221,6 +226,7 @@ class Comm:
     def close(self) -> None:
         """Let go of shared memory; the line is dead from now on."""
         self._dead = self._dead or "the process group was taken down"
+        self._group = None
         if self._segments is not None:
             self._segments.close()
 
@@ -263,7 +269,7 @@ class Comm:
         own[_SIZE : _SIZE + len(fits)] = torch.frombuffer(bytearray(fits), dtype=_BYTE)
         start = time.monotonic()
         try:
-            _all_gather(everyone, own, group=self._group)
+            self._group._allgather_base(everyone, own).wait()
         except RuntimeError as error:
             self._give_up(kind, time.monotonic() - start, error)
         return everyone.chunk(self.num_ranks)
@@ -283,11 +289,11 @@ class Comm:
                 received.append(found)
                 for part in found:
                     if part.numel():
-                        sends.append(dist.irecv(part, group=self._group, group_src=other))
+                        sends.append(self._group.recv([part], other, 0))
                 for first, last in wants(other, self.rank):
                     if first < last:
                         part = own[first:last]
-                        sends.append(dist.isend(part, group=self._group, group_dst=other))
+                        sends.append(self._group.send([part], other, 0))
             for work in sends:
                 work.wait()
         except RuntimeError as error:
@@ -310,15 +316,13 @@ class Comm:
             fact = f"{names} ended or died; its own output has the reason"
         self._dead = f"rank {self.rank} was at {kind!r}, but {fact}"
         # Whoever still waits for this rank gets an error at once, not only after its time-out.
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group(self._group)
+        self._group = None
         raise RankError(self._dead) from error
 
     def _find_missing(self, kind: str) -> list[int]:
         """The ranks that do not say, for a moment, that they are looking for others too."""
         try:
-            store = dist.distributed_c10d._get_default_store()
-            prefix = f"samestep/{self._group.group_name}/{self.num_messages}"
+            store, prefix = self._store, f"lost at {self.num_messages}"
             store.set(f"{prefix}/{self.rank}", kind)
             missing = [rank for rank in range(self.num_ranks) if rank != self.rank]
             deadline = time.monotonic() + _PATIENCE
@@ -358,8 +362,6 @@ _INLINE = 4096  # bytes of the small part that go in one round
 _ALIGN = 64  # bytes: each tensor of a bulk begins at a multiple of this
 _PATIENCE = 2.0  # seconds in which ranks that lost another one tell each other so
 
-# torch 2.13 renamed it.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: The line of a process that is the only rank.
 ALONE = Comm()
 Meta = tuple[torch.dtype, tuple[int, ...], int]  # of one tensor: dtype, shape, where it begins

@@ -1,35 +1,79 @@
 """Whether the ranks of a step see the same things: batches, parameters, random seeds.
 
-What it holds: :class:`Mirror`. Why: every rank runs the user's own script, and where two of them
-differ (a shuffle without a seed, a model built from other random numbers), training would go on and
-mean nothing.
+What it holds: :func:`start_alike` and :class:`Mirror`. Why: every rank runs the user's own script,
+and where two of them differ (a shuffle without a seed, a model built from other random numbers),
+training would go on and mean nothing.
 
-Guarantees: in the first calls, and whenever the batch has a new form, everything is compared by
-checksum before any forward runs. In every call a few entries of each tensor of the batch and one
-tensor of the module are, in turn, so that nothing that drifts apart stays unseen.
-Must not: change anything.
+Guarantees: a script without a seed is as if each rank had begun with rank 0's. In the first calls,
+and whenever the batch has a new form, everything is compared by checksum before any forward runs.
+In every call a few entries of each tensor of the batch and one tensor of the module are, in turn,
+so that nothing that drifts apart stays unseen.
+Must not: change anything after the start.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from samestep.comm import Comm
 from samestep.errors import RankError
 from samestep.spread import Spread
 from samestep.tree import iter_leaves
 
-__all__ = ["Mirror"]
+__all__ = ["Mirror", "start_alike"]
 
 _NUM_FIRST = 2  # calls in which everything is compared
 _NUM_PICKED = 256  # entries of a tensor that are looked at in every call
 _NUM_FORMS = 256
 
 Sums = dict[str, Any]
+
+
+def start_alike(comm: Comm, module: nn.Module) -> None:
+    """Give every rank the parameters, buffers and random states of rank 0.
+
+    Args:
+        comm: the line to the other ranks.
+        module: changed in place, where it differs.
+
+    Raises:
+        RankError: the modules differ in more than their values.
+    """
+    if comm.num_ranks == 1:
+        return
+    tensors = {
+        name: tensor
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta
+    }
+    forms = [(name, str(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
+    sums = {name: _sum(tensor, _NUM_ALL) for name, tensor in tensors.items()}
+    told = comm.exchange("making a wrapper", (type(module).__name__, forms, sums, _random_states()))
+    for rank, (name, theirs, _, _) in enumerate(told):
+        if (name, theirs) != told[0][:2]:
+            odd = next(iter(set(theirs) ^ set(told[0][1])), (name,))
+            raise RankError(
+                f"rank {rank} wraps another module than rank 0 ({odd[0]!r} differs); every rank "
+                f"must build the same model, and wrap models in the same order"
+            )
+    odd_names = [name for name in tensors if any(one[2][name] != sums[name] for one in told)]
+    odd_names = sorted({n for names in comm.exchange("what differs", odd_names) for n in names})
+    _, found = comm.gather(
+        "rank 0's values", None, [tensors[n] for n in odd_names] if comm.rank == 0 else []
+    )
+    if comm.rank:
+        with torch.no_grad():
+            for name, value in zip(odd_names, found[0], strict=True):
+                tensors[name].copy_(value)
+        _set_random_states(told[0][3])
 
 
 class Mirror:
@@ -116,6 +160,20 @@ _MESSAGES = {
 }
 
 
+def _random_states() -> dict[str, Any]:
+    states = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
+    random.setstate(states["random"])
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
 def _sum_module(module: nn.Module) -> Sums:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return {name: _sum(tensor, _NUM_ALL) for name, tensor in tensors}
@@ -137,6 +195,8 @@ def _sum_batch(batch: Any, num_entries: int) -> Sums:
 
 def _sum(tensor: Tensor, num_entries: int) -> Any:
     """A checksum of the bits of a tensor, or of some of its entries."""
+    if is_lazy(tensor):
+        return None
     tensor = tensor.detach()
     form = (str(tensor.dtype), tuple(tensor.shape))
     if tensor.is_meta or tensor.is_nested or tensor.is_quantized:

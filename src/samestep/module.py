@@ -16,6 +16,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from samestep.devices import Device, Slot, plan_slots, resolve_device
+from samestep.mirror import start_alike
 from samestep.options import Options
 from samestep.plan import explain_plan
 from samestep.rendezvous import find_comm
@@ -119,6 +120,7 @@ class DataParallel(Wrapper):
             num_ranks=comm.num_ranks,
         )
         check_buffers(buffers, module)
+        start_alike(comm, module)
         self._samestep_runtime = Runtime(self._samestep_options, buffers, comm)
         # With one slot there is nothing to cut, and unless asked for more nothing to do.
         self._samestep_is_single = self.num_replicas == 1 and not recompute

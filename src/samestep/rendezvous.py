@@ -103,6 +103,7 @@ def get_timeout() -> float:
 # ---------------------------------------------------------------------------
 
 _comms: list[tuple[Any, Comm]] = []
+_num_lines: dict[Any, int] = {}  # made for each group so far
 _made_here: list[bool] = []
 
 
@@ -139,10 +140,11 @@ def _make_comm(group: Any, rank: int) -> Comm:
     num_ranks = dist.get_world_size(group)
     if num_ranks == 1:
         return ALONE
-    own = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=datetime.timedelta(seconds=timeout),
-        backend="gloo",
-        use_local_synchronization=True,
+    # Not dist.new_group: its names depend on how many groups this process has made before, so ranks
+    # with different histories would wait for each other for ever.
+    number = _num_lines[group] = _num_lines.get(group, 0) + 1
+    store = dist.distributed_c10d.PrefixStore(
+        f"samestep/{group.group_name}/{number}", dist.distributed_c10d._get_default_store()
     )
-    return Comm(rank, num_ranks, own, timeout=timeout, shared=text == "1")
+    own = dist.ProcessGroupGloo(store, rank, num_ranks, datetime.timedelta(seconds=timeout))
+    return Comm(rank, num_ranks, own, store, timeout=timeout, shared=text == "1")

@@ -13,7 +13,6 @@ Must not: contain any of the ideas it composes.
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import threading
 import weakref
@@ -61,8 +60,6 @@ __all__ = ["Runtime"]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-_numbers = itertools.count()  # of the wrappers of this process
-
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -102,7 +99,7 @@ class Runtime:
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
         # Plans with a shard of one row that a BatchNorm refused: these rows are joined.
         self.refused: set[tuple[SplitPlan, bool]] = set()
-        self.number = next(_numbers)
+        self.number = next(self.comm.numbers)
         self.num_calls = 0
         _runtimes.add(self)
         self.can_watch = all(slot.device.type == "cpu" for slot in options.slots)
