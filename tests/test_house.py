@@ -29,6 +29,8 @@ LAYERS = [
     ("one call on all shards", "step"),
     ("the verbs, and what was asked for", "functional options"),
     ("the wrapper", "module"),
+    ("a rank's process and how it ended", "starter endings"),
+    ("where the ranks write", "output"),
     ("around the step", "loader checkpoint infer"),
     ("proof and measurement", "check launch bench report tutorial"),
     ("the command line", "cli"),
