@@ -28,7 +28,6 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -42,6 +41,8 @@ from samestep.output import Logs, make_folder
 
 __all__ = ["Launch", "run"]
 
+AGENT = "torch.distributed.elastic"  # its logger
+AGENT_LOG = "agent.log"
 MAX_GRACE = 25.0  # torch's agent kills after 30 seconds what has not ended by then
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -193,31 +194,31 @@ def run(launch: Launch) -> int:
         0, or the exit status of the rank that failed first (128 + the signal if one ended it), or
         128 + the signal that stopped the launcher, or 1 if the machines did not come together.
     """
-    signals = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not is_ignored(name)]
-    for name in signals:  # the agent does so too, but only once the machines have met
-        signal.signal(getattr(signal, name), raise_signal)
+    # The agent takes the signals over when it starts the ranks. Before, there is nothing to end but
+    # this process; Python's own handler would wait until the machines have met.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     logs = Logs(make_folder(launch.log_dir), launch.make_environment(os.environ))
-    keep_agent_quiet(logs.folder / "agent.log")
+    keep_agent_quiet(logs.folder / AGENT_LOG)
     say(f"{describe_count(launch.num_ranks)} on {socket.gethostname()}, output in {logs.folder}")
     interpreter = [sys.executable, "-I", "-S"]  # the starter needs no packages
     words = [*interpreter, starter.__file__, str(os.getpid()), str(launch.grace), *launch.command]
     try:
-        elastic_launch(make_config(launch, logs, signals), words[0])(*words[1:])
-    except ChildFailedError as error:
-        logs.close()
-        return report_failure(logs, error)
-    except (SignalException, KeyboardInterrupt) as error:
-        signum = getattr(error, "sigval", signal.SIGINT)
-        say(f"stopped by {signum.name}")
-        return 128 + int(signum)
-    except Exception as error:  # whatever torch raises when the machines do not meet or part
-        logging.getLogger("torch.distributed.elastic").exception("the agent failed")
-        say(f"the machines did not meet or lost each other: {type(error).__name__}: {error}")
-        say(f"details in {logs.folder / 'agent.log'}")
-        return 1
-    finally:
-        logs.close()
-    return 0
+        elastic_launch(make_config(launch, logs), words[0])(*words[1:])
+        failure = None
+    except Exception as error:  # whatever torch raises when the machines do not meet, or part
+        failure = error
+    logs.close()  # what rank 0 has written comes before the last words
+    if failure is None:
+        return 0
+    if isinstance(failure, SignalException):
+        say(f"stopped by {failure.sigval.name}")
+        return 128 + int(failure.sigval)
+    if isinstance(failure, ChildFailedError):
+        return report_failure(logs, failure)
+    logging.getLogger(AGENT).error("the agent failed", exc_info=failure)
+    say(f"the machines did not meet or lost each other: {type(failure).__name__}: {failure}")
+    say(f"details in {logs.folder / AGENT_LOG}")
+    return 1
 
 
 # ---------------------------------------------------------------------------
@@ -225,9 +226,12 @@ def run(launch: Launch) -> int:
 # ---------------------------------------------------------------------------
 
 
-def make_config(launch: Launch, logs: Logs, signals: list[str]) -> LaunchConfig:
+def make_config(launch: Launch, logs: Logs) -> LaunchConfig:
     """The agent's settings."""
     alone = launch.rdzv_endpoint is None
+    signals = ["SIGTERM", "SIGINT", "SIGQUIT"]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # unless started with nohup
+        signals.append("SIGHUP")
     options: dict[str, Any] = {
         "min_nodes": launch.nnodes,
         "max_nodes": launch.nnodes,
@@ -249,17 +253,6 @@ def make_config(launch: Launch, logs: Logs, signals: list[str]) -> LaunchConfig:
     return LaunchConfig(**{name: value for name, value in options.items() if name in known})
 
 
-def is_ignored(name: str) -> bool:
-    """Whether the launcher was started so that a hangup does not end it (nohup)."""
-    return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-
-def raise_signal(signum: int, frame: FrameType | None) -> None:
-    """End the launcher in the way in which the agent will end it."""
-    received = signal.Signals(signum)
-    raise SignalException(f"received {received.name}", sigval=received)
-
-
 def count_cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -271,7 +264,7 @@ def keep_agent_quiet(path: Path) -> None:
     """Send what torch's agent has to say into a file; it is made when there is something."""
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+    for name in (AGENT, "torch.distributed.launcher"):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.propagate = False
