@@ -40,8 +40,10 @@ CHAIN = re.compile(
 ECHO = re.compile(
     r"\bRankError\b"
     r"|Connection closed by peer|Connection reset by peer|Broken pipe"
-    r"|Connection was likely closed|Did the remote server shutdown or crash"
-    r"|remote process exited or there was a network error|NCCL communicator was aborted"
+    r"|Check the logs of the remote worker|Timed out waiting \d+ms for (send|recv) operation"
+    r"|Connection was likely closed|Remote peer closed the connection"
+    r"|remote process exited or there was a network error|NCCL communicator was aborted",
+    re.IGNORECASE,
 )
 
 

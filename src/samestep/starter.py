@@ -80,6 +80,8 @@ def main(words: list[str]) -> int:
     Returns:
         The program's exit status. If it failed, this process dies with what is left of its group.
     """
+    if os.getpgrp() != os.getpid():  # torch has done it; a group of others must never be killed
+        os.setsid()
     watch = Watch(int(words[0]), float(words[1]), os.environ.pop(EXIT_FILE))
     for signum in STOP_SIGNALS:
         signal.signal(signum, watch.stop)
