@@ -1,6 +1,8 @@
 """``samestep run``: ranks, their output, the first failure, and that nothing is left behind."""
 
+import io
 import json
+import logging
 import os
 import re
 import signal
@@ -12,10 +14,13 @@ import traceback
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samestep.cli import main
 from samestep.endings import ECHO, Ending, choose_first, find_report, find_traceback, read_ending
-from samestep.launch import Launch
+from samestep.launch import Launch, run
+from samestep.output import Tail
 
 
 def spmd(test):
@@ -36,12 +41,14 @@ class Script:
         self.folder = folder
         self.path = folder / "script.py"
         self.path.write_text(text)
+        self.started = []
 
     def start(self, *options, arguments=(), **more):
         words = [sys.executable, "-m", "samestep", "run", "--log-dir", self.folder / "logs"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         given = pipes | {"text": True, "cwd": self.folder} | more
-        return subprocess.Popen([*words, *options, self.path, *arguments], **given)
+        self.started.append(subprocess.Popen([*words, *options, self.path, *arguments], **given))
+        return self.started[-1]
 
     def run(self, *options, arguments=(), typed="", **more):
         process = self.start(*options, arguments=arguments, **more)
@@ -52,20 +59,28 @@ class Script:
         (path,) = self.folder.glob(f"logs/*/{name}")
         return path.read_text()
 
-    def find_pids(self, count):
-        """The processes that wrote their number into a file, once there are so many."""
+    def wait_for(self, pattern, count=1):
+        """The files of that name, once there are so many."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            found = [int(path.suffix[1:]) for path in self.folder.glob("pid.*")]
+            found = list(self.folder.glob(pattern))
             if len(found) == count:
                 return found
             time.sleep(0.02)  # another process is awaited, there is no event to wait for
-        raise AssertionError(f"{count} processes expected, {found} came")
+        raise AssertionError(f"{count} x {pattern} expected, there are {found}")
+
+    def find_pids(self, count):
+        """The processes that wrote their number into a file's name, once there are so many."""
+        return [int(path.suffix[1:]) for path in self.wait_for("pid.*", count)]
 
 
 @pytest.fixture
 def script(tmp_path):
-    return lambda text: Script(tmp_path, text)
+    made = []
+    yield lambda text: made.append(Script(tmp_path, text)) or made[-1]
+    for process in (process for one in made for process in one.started):
+        process.kill()  # after a test that failed half-way; the ranks notice
+        process.communicate()
 
 
 def is_running(pid):
@@ -293,7 +308,8 @@ def test_ranks_have_their_environment_and_a_file_each_and_rank_0_the_terminal(sc
     )
     lines = [f"{rank} {rank} 2 2 passive ['--workers', '7'] False\nTrue True\n" for rank in (0, 1)]
     assert process.stdout.readline() + process.stdout.readline() == lines[0].encode()
-    out, err = process.communicate(b"yes\n", timeout=60)  # rank 0 has waited for it
+    asked.wait_for("logs/*/rank1.exit.json")  # it did not wait for the line that is rank 0's
+    out, err = process.communicate(b"yes\n", timeout=60)
     assert (process.returncode, out) == (0, b"")
     first, rest = err.decode().split("\n", 1)
     assert re.fullmatch(rf"samestep run: 2 ranks on \S+, output in {asked.folder}/logs/\S+", first)
@@ -344,6 +360,77 @@ def test_ranks_start_again_if_asked_and_the_last_try_counts(script):
     assert (status, out) == (0, "now\n")
     assert "not yet" in asked.read("rank0.stderr.log")
     assert asked.read("rank0.restart1.stdout.log") == "now\n"
+
+
+class Agent:
+    """In place of torch's agent: rank 0 writes, and the agent ends in some way at once."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def __call__(self, config, entrypoint):
+        return lambda *arguments: self.run(config.logs_specs)
+
+    def run(self, logs):
+        env = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+        destination = logs.reify({0: env})
+        Path(destination.stderrs[0]).write_bytes(b"rank 0 says \xff\r\n")
+        if self.outcome is not None:
+            raise self.outcome
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    """Replace torch's agent; a look at the files each minute, so that only the last one counts."""
+    handler = signal.getsignal(signal.SIGINT)
+    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
+    before = [(logger.handlers[:], logger.propagate) for logger in loggers]
+    monkeypatch.setattr("samestep.output.TAIL_INTERVAL", 60)
+    yield lambda outcome: monkeypatch.setattr("samestep.launch.elastic_launch", Agent(outcome))
+    signal.signal(signal.SIGINT, handler)
+    for logger, (handlers, propagate) in zip(loggers, before, strict=True):
+        for added in set(logger.handlers) - set(handlers):
+            added.close()
+        logger.handlers[:], logger.propagate = handlers, propagate
+
+
+FAILED = ChildFailedError("a", {0: ProcessFailure(0, pid=1, exitcode=-6, error_file="")})
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "words"),
+    [
+        (None, 0, ""),
+        (FAILED, 134, "rank 0 of 1 on HOST failed first: killed by SIGABRT"),
+        (SignalException("", signal.SIGTERM), 143, "stopped by SIGTERM"),
+        (RuntimeError("no route"), 1, "did not meet or lost each other: RuntimeError: no route"),
+    ],
+)
+def test_all_that_rank_0_wrote_comes_before_the_last_words(
+    agent, tmp_path, capfdbinary, outcome, status, words
+):
+    agent(outcome)
+    assert run(make_launch(log_dir=str(tmp_path))) == status
+    captured = capfdbinary.readouterr()
+    first, written, *last = captured.err.split(b"\n")
+    assert b"output in" in first
+    assert written == b"rank 0 says \xff\r"
+    assert words.replace("HOST", socket.gethostname()) in last[0].decode()
+    assert captured.out == b""
+
+
+def test_the_rest_is_shown_when_nobody_reads_one_of_the_streams(tmp_path):
+    class Closed:
+        def write(self, data):
+            raise BrokenPipeError
+
+    left = io.BytesIO()
+    tail = Tail({tmp_path / "a": Closed(), tmp_path / "b": left})
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    tail.start()
+    tail.stop()
+    assert left.getvalue() == b"b"
 
 
 # ---------------------------------------------------------------------------
@@ -417,7 +504,7 @@ def test_what_a_failed_rank_has_started_is_ended(script):
         sys.exit(3)
     """)
     assert asked.run("--workers", "1")[0] == 3
-    assert wait_until_gone(asked.find_pids(1), seconds=1) == []
+    assert wait_until_gone(asked.find_pids(1), seconds=5) == []
 
 
 # ---------------------------------------------------------------------------
@@ -453,9 +540,9 @@ def test_a_stopped_launcher_leaves_no_process(script, signum, status, ignored):
     process.send_signal(signum)
     _, err = process.communicate(timeout=30)
     assert process.returncode == status
-    # A second for starting torch's own end; a rank that ignores signals has its grace before.
-    assert time.monotonic() - start < 10
-    assert wait_until_gone(pids, seconds=1) == []
+    # Torch would wait for half a minute; a rank that ignores signals is killed after its grace.
+    assert time.monotonic() - start < 25
+    assert wait_until_gone(pids, seconds=5) == []
     assert last_line(err) == f"samestep run: stopped by {signum.name}"
 
 
@@ -527,5 +614,6 @@ def test_a_launcher_that_waits_for_other_machines_can_be_stopped(script):
     process = asked.start(*meet, "--workers", "1")
     assert "output in" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    _, err = process.communicate(timeout=30)
+    assert err == ""
     assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)  # the same to a shell
