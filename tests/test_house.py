@@ -40,6 +40,8 @@ LAYERS = [
     ("what several ranks add to a call", "ranks mirror"),
     ("every call", "runtime"),
     ("the wrapper", "module"),
+    ("a rank's process and how it ended", "starter endings"),
+    ("where the ranks write", "output"),
     ("around the step", "loader checkpoint infer"),
     ("proof and measurement", "check launch bench report tutorial"),
     ("the command line", "cli"),

@@ -12,13 +12,18 @@ It must not hold any logic that a script could want to call.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from samestep import tutorial
 from samestep.devices import plan_slots
 
 __all__ = ["main"]
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,12 +40,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     arguments = parser.parse_args(argv)
+    status: int = arguments.do(arguments, parser)
+    return status
+
+
+def do_tutorial(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """``samestep tutorial``."""
     try:
         plan_slots(None, arguments.replicas)
     except ValueError as error:  # a request that this machine or SAMESTEP_REPLICAS cannot meet
         parser.error(str(error))
     tutorial.run(arguments.replicas, rows=arguments.rows, batch=arguments.batch)
     return 0
+
+
+def do_run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """``samestep run``."""
+    from samestep import launch  # torch's agent takes a while to import; only this command needs it
+
+    words = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(launch.Launch)
+        if field.name != "program"
+    }
+    try:
+        asked = launch.Launch((arguments.program, *arguments.arguments), **words)
+    except ValueError as error:
+        parser.error(str(error))
+    return launch.run(asked)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,6 +79,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"samestep {version('samestep')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
+    add_tutorial(commands)
+    add_run(commands)
+    return parser
+
+
+def add_tutorial(commands: Commands) -> None:
+    """The arguments of ``samestep tutorial``."""
     command = commands.add_parser(
         "tutorial",
         help="show how a batch is split, from inside the model and from outside",
@@ -67,15 +101,109 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--rows", type=positive_int, default=100, help="samples in the dataset")
     command.add_argument("--batch", type=positive_int, default=30, help="rows in a batch")
-    return parser
+    command.set_defaults(do=do_tutorial)
+
+
+def add_run(commands: Commands) -> None:
+    """The arguments of ``samestep run``."""
+    command = commands.add_parser(
+        "run",
+        help="run a script as several processes, on one machine or several",
+        description="Run a script as several processes (ranks), as torchrun does. Rank 0 speaks on "
+        "the terminal; the output of each rank is in a file; the first failure is shown last.",
+    )
+    add = command.add_argument
+    add(
+        "--workers",
+        type=positive_int,
+        metavar="N",
+        help="ranks on this machine; by default one "
+        "per accelerator, or else as many as the cores allow",
+    )
+    add(
+        "--threads-per-worker",
+        type=positive_int,
+        metavar="N",
+        help="intra-op threads of a rank; by default what OMP_NUM_THREADS says, or else 1",
+    )
+    add(
+        "--log-dir",
+        metavar="FOLDER",
+        help="where to make the folder for the ranks' output; by default where temporary files go",
+    )
+    add(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="time to end before being killed (default: 10)",
+    )
+    add(
+        "--max-restarts",
+        type=natural_int,
+        default=0,
+        metavar="N",
+        help="how often all ranks start again after a failure (default: 0)",
+    )
+    machines = command.add_argument_group("several machines", "as in torchrun, on each of them")
+    add = machines.add_argument
+    add("--nnodes", type=positive_int, default=1, metavar="N", help="machines (default: 1)")
+    add(
+        "--node-rank",
+        type=natural_int,
+        metavar="I",
+        help="this machine's number, from 0; by default the rendezvous gives it",
+    )
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet")
+    add(
+        "--rdzv-backend",
+        choices=["c10d", "static"],
+        help="by default static if --node-rank is given, else c10d",
+    )
+    add("--rdzv-id", metavar="NAME", help="a name for this launch, the same on all machines")
+    add(
+        "--local-addr",
+        metavar="HOST",
+        help="how the others reach this machine; by default its host name",
+    )
+    kind = command.add_mutually_exclusive_group()
+    kind.add_argument(
+        "-m",
+        "--module",
+        dest="kind",
+        action="store_const",
+        const="module",
+        default="script",
+        help="run a module, as python -m does",
+    )
+    kind.add_argument(
+        "--no-python",
+        dest="kind",
+        action="store_const",
+        const="program",
+        help="run a program that is not a Python script",
+    )
+    command.add_argument("program", metavar="script.py", help="what to run")
+    command.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    command.set_defaults(do=do_run)
 
 
 def positive_int(text: str) -> int:
     """Read a count from the command line."""
+    return read_int(text, at_least=1)
+
+
+def natural_int(text: str) -> int:
+    """Read a count that may be none from the command line."""
+    return read_int(text, at_least=0)
+
+
+def read_int(text: str, at_least: int) -> int:
+    """Read a whole number from the command line."""
     try:
         count = int(text)
     except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        count = at_least - 1
+    if count < at_least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {at_least}")
     return count
