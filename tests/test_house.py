@@ -19,9 +19,10 @@ LAYERS = [
     ("what cutting and joining share", "rows dims"),
     (
         "one idea each",
-        "plan join reduce rng context workers comm group follow graphs links wrapper",
+        "plan join reduce rng context workers comm group follow graphs links wrapper "
+        "randomness plain sealed",
     ),
-    ("ideas made of these", "split merge norm alias"),
+    ("ideas made of these", "split merge norm alias position"),
     ("the module as a slot sees it", "replica"),
     ("all of its replicas, and one that runs twice", "replicas recompute"),
     ("what a call leaves behind in the module", "state"),
