@@ -6,6 +6,8 @@
 torch.Size([30, 2])
 """
 
+from samestep.checkpoint import load as load
+from samestep.checkpoint import save as save
 from samestep.context import Shard as Shard
 from samestep.context import current_shard as current_shard
 from samestep.devices import Slot as Slot
@@ -18,6 +20,7 @@ from samestep.functional import gather as gather
 from samestep.functional import parallel_apply as parallel_apply
 from samestep.functional import replicate as replicate
 from samestep.functional import scatter as scatter
+from samestep.loader import split_loader as split_loader
 from samestep.module import DataParallel as DataParallel
 from samestep.module import data_parallel as data_parallel
 from samestep.tree import register_batch_type as register_batch_type
@@ -34,10 +37,13 @@ __all__ = [
     "current_shard",
     "data_parallel",
     "gather",
+    "load",
     "parallel_apply",
     "register_batch_type",
     "replicate",
+    "save",
     "scatter",
+    "split_loader",
 ]
 
 __version__ = "0.1.0"
