@@ -22,7 +22,8 @@ LAYERS = [
         "plan join reduce rng context workers comm group follow graphs links wrapper "
         "randomness plain sealed",
     ),
-    ("ideas made of these", "split merge norm alias position"),
+    ("ideas made of these", "split merge norm slices parcel position"),
+    ("the shards of a call and the ranks that have them", "spread"),
     ("the module as a slot sees it", "replica"),
     ("all of its replicas, and one that runs twice", "replicas recompute"),
     ("what a call leaves behind in the module", "state"),

@@ -45,9 +45,9 @@ __all__ = ["Bulk", "Comm", "Failure", "Message", "find_comm", "get_timeout", "is
 ENV_TIMEOUT = "SAMESTEP_TIMEOUT"
 ENV_SHARED = "SAMESTEP_SHARED_MEMORY"
 
-# Which bytes of a writer's bulk a reader reads: (reader, writer) -> (start, stop). Every rank must
-# find the same answers, from what the small part told them.
-Wants = Callable[[int, int], tuple[int, int]]
+# Which bytes of a writer's bulk a reader reads: (reader, writer) -> [(start, stop), ...]. Every
+# rank must find the same answers, from what the small part told them.
+Wants = Callable[[int, int], list[tuple[int, int]]]
 
 
 class Failure(NamedTuple):
@@ -57,11 +57,16 @@ class Failure(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank said."""
+    """What one rank said.
+
+    A rank that follows has nothing to say until a message of its kind comes: it takes part in the
+    ones before without a value.
+    """
 
     kind: str
     value: Any
     num_bytes: int
+    is_following: bool
 
 
 class Bulk(NamedTuple):
@@ -99,7 +104,8 @@ class Comm:
         self._lock = threading.RLock()
         self._dead: str | None = None
         self._segments: Segments | None = None
-        self._plain = torch.empty(0, dtype=torch.uint8)
+        # Two, in turn: one is still read while the next message's is written.
+        self._plain = [torch.empty(0, dtype=_BYTE), torch.empty(0, dtype=_BYTE)]
         self._own = torch.empty(_INLINE, dtype=torch.uint8)
         self._all = torch.empty(num_ranks * _INLINE, dtype=torch.uint8)
         if num_ranks > 1 and self._are_neighbours(shared and is_supported()):
@@ -115,62 +121,82 @@ class Comm:
 
         Args:
             kind: what this is about, in words: the same in every rank, or all get an error.
-            value: anything that pickles.
+            value: anything that pickles. A :class:`Failure` is an error in all other ranks.
+
+        Returns:
+            The values; None for a rank that follows, see :meth:`trade`.
 
         Raises:
-            RankError: a rank is gone, or speaks of something else.
+            RankError: a rank is gone, failed, or speaks of something else.
         """
-        return [message.value for message in self._meet(kind, value, 0)]
+        return [
+            message.value if message.kind == kind else None
+            for message in self._meet(kind, value, 0)
+        ]
 
     def prepare(self, num_bytes: int) -> Bulk:
         """Return memory for the bulk of this rank's next message."""
         if self._segments is not None:
             return Bulk(*self._segments.stage(num_bytes))
-        if self._plain.numel() < num_bytes:
-            self._plain = torch.empty(num_bytes, dtype=torch.uint8)
-        return Bulk(None, self._plain[:num_bytes])
+        self._plain.reverse()
+        if self._plain[0].numel() < num_bytes:
+            self._plain[0] = torch.empty(num_bytes, dtype=_BYTE)
+        return Bulk(None, self._plain[0][:num_bytes])
 
     def trade(
-        self, kind: str, value: Any, bulk: Bulk, wants: Callable[[list[Message]], Wants]
-    ) -> tuple[list[Any], list[Tensor]]:
+        self,
+        kind: str,
+        value: Any,
+        bulk: Bulk,
+        wants: Callable[[list[Message]], Wants],
+        *,
+        follow: bool = False,
+    ) -> tuple[list[Any], list[list[Tensor]]]:
         """Tell every rank ``value``, and let each read what it wants of everyone's ``bulk``.
 
         Args:
             kind, value: as in :meth:`exchange`.
             bulk: from :meth:`prepare`, filled.
             wants: from what all ranks said, which bytes each reads of each.
+            follow: take part in the others' messages of other kinds until they come to this one:
+                for a rank without shards, which does not know what the shards will say.
 
         Returns:
-            What each rank told; and by rank the bytes that this one wanted, valid until the next
-            message but one is sent.
+            What each rank told, None for one that follows and is not there yet; and by rank the
+            bytes that this one wanted, valid until the next message but one is sent.
         """
         with self._lock:
-            messages = self._meet(kind, (value, bulk.address), bulk.memory.numel())
-            found = wants([Message(m.kind, m.value[0], m.num_bytes) for m in messages])
-            values = [message.value[0] for message in messages]
+            messages = self._meet(kind, (value, bulk.address), bulk.memory.numel(), follow)
+            here = [message.kind == kind for message in messages]
+            told = [
+                m._replace(value=m.value[0] if is_here else None)
+                for m, is_here in zip(messages, here, strict=True)
+            ]
+            wanted, values = wants(told), [message.value for message in told]
+
+            def found(reader: int, writer: int) -> list[tuple[int, int]]:
+                return wanted(reader, writer) if here[reader] and here[writer] else []
+
             if self._segments is None:
                 return values, self._send_bytes(bulk.memory, found)
-            read = []
+            read: list[list[Tensor]] = []
             for writer, message in enumerate(messages):
-                start, stop = found(self.rank, writer)
-                if writer == self.rank:
-                    memory = bulk.memory
-                elif start < stop:
+                ranges = found(self.rank, writer)
+                memory = bulk.memory
+                if writer != self.rank and ranges:
                     memory = self._segments.open(writer, message.value[1])
-                else:
-                    memory = self._plain[:0]
-                    start = stop = 0
-                read.append(memory[start:stop])
+                read.append([memory[start:stop] for start, stop in ranges])
             return values, read
 
     def gather(
-        self, kind: str, value: Any, tensors: Sequence[Tensor]
+        self, kind: str, value: Any, tensors: Sequence[Tensor], *, follow: bool = False
     ) -> tuple[list[Any], list[list[Tensor]]]:
         """Tell every rank ``value`` and ``tensors``; return everyone's, in rank order.
 
         Args:
             kind, value: as in :meth:`exchange`.
             tensors: dense, on any device; the others get them on the CPU.
+            follow: see :meth:`trade`.
 
         Returns:
             What each rank told, and copies of its tensors; this rank's own tensors are themselves.
@@ -186,13 +212,15 @@ class Comm:
                 kind,
                 (value, metas),
                 bulk,
-                lambda messages: lambda reader, writer: (0, messages[writer].num_bytes),
+                lambda messages: lambda reader, writer: [(0, messages[writer].num_bytes)],
+                follow=follow,
             )
-            found = [
-                list(tensors) if rank == self.rank else _take(metas, memory)
-                for rank, ((_, metas), memory) in enumerate(zip(told, read, strict=True))
-            ]
-            return [value for value, _ in told], found
+            values, found = [], list[list[Tensor]]()
+            for rank, (said, memory) in enumerate(zip(told, read, strict=True)):
+                value, metas = (None, []) if said is None else said
+                values.append(value)
+                found.append(list(tensors) if rank == self.rank else _take(metas, *memory))
+            return values, found
 
     def close(self) -> None:
         """Let go of shared memory; the line is dead from now on."""
@@ -202,18 +230,23 @@ class Comm:
 
     # -- Messages ----------------------------------------------------------------------------
 
-    def _meet(self, kind: str, value: Any, num_bytes: int) -> list[Message]:
+    def _meet(self, kind: str, value: Any, num_bytes: int, follow: bool = False) -> list[Message]:
         if self.num_ranks == 1:
-            return [Message(kind, value, num_bytes)]
+            return [Message(kind, value, num_bytes, False)]
+        said = pickle.dumps((kind, value, num_bytes, follow), protocol=pickle.HIGHEST_PROTOCOL)
         with self._lock:
-            if self._dead is not None:
-                raise RankError(self._dead)
-            self.num_messages += 1
-            data = pickle.dumps((kind, value, num_bytes), protocol=pickle.HIGHEST_PROTOCOL)
-            messages = [Message(*pickle.loads(said)) for said in self._send_small(data, kind)]
-        if any(message.kind != kind for message in messages):
-            raise RankError(_describe_places(messages))
-        return messages
+            while True:
+                if self._dead is not None:
+                    raise RankError(self._dead)
+                self.num_messages += 1
+                messages = [Message(*pickle.loads(s)) for s in self._send_small(said, kind)]
+                if not isinstance(value, Failure):
+                    _check_failures(messages)
+                kinds = {m.kind for m in messages if not m.is_following} or {kind}
+                if kinds == {kind}:
+                    return messages
+                if not follow or len(kinds) > 1:
+                    raise RankError(_describe_places(messages))
 
     def _send_small(self, data: bytes, kind: str) -> list[bytes]:
         """All-gather of pickled values: one round, or two where one of them is long."""
@@ -239,26 +272,27 @@ class Comm:
             self._give_up(kind, time.monotonic() - start, error)
         return everyone.chunk(self.num_ranks)
 
-    def _send_bytes(self, own: Tensor, wants: Wants) -> list[Tensor]:
+    def _send_bytes(self, own: Tensor, wants: Wants) -> list[list[Tensor]]:
         """Each rank sends each other what that one reads."""
-        sends, received = [], []
+        sends: list[Any] = []
+        received: list[list[Tensor]] = []
         start = time.monotonic()
         try:
             for other in range(self.num_ranks):
-                first, last = wants(self.rank, other)
+                ranges = wants(self.rank, other)
                 if other == self.rank:
-                    received.append(own[first:last])
+                    received.append([own[first:last] for first, last in ranges])
                     continue
-                found = torch.empty(last - first, dtype=torch.uint8)
+                found = [torch.empty(last - first, dtype=_BYTE) for first, last in ranges]
                 received.append(found)
-                if found.numel():
-                    sends.append(dist.irecv(found, group=self._group, group_src=other))
-                first, last = wants(other, self.rank)
-                if last > first:
-                    part = own[first:last]
-                    sends.append(dist.isend(part, group=self._group, group_dst=other))
+                for part in found:
+                    if part.numel():
+                        sends.append(dist.irecv(part, group=self._group, group_src=other))
+                for first, last in wants(other, self.rank):
+                    if first < last:
+                        part = own[first:last]
+                        sends.append(dist.isend(part, group=self._group, group_dst=other))
             for work in sends:
-                assert work is not None
                 work.wait()
         except RuntimeError as error:
             self._give_up("bulk", time.monotonic() - start, error)
@@ -480,13 +514,13 @@ def _put(tensors: Sequence[Tensor], memory: Tensor) -> list[Meta]:
     return metas
 
 
-def _take(metas: Sequence[Meta], memory: Tensor) -> list[Tensor]:
+def _take(metas: Sequence[Meta], memory: Tensor | None = None) -> list[Tensor]:
     """Copies of the tensors that :func:`_put` wrote."""
     found = []
     for dtype, shape, at in metas:
         tensor = torch.empty(shape, dtype=dtype)
         size = tensor.numel() * tensor.element_size()
-        if size:
+        if size and memory is not None:
             tensor.copy_(_typed(memory[at : at + size], dtype, shape))
         found.append(tensor)
     return found
@@ -496,19 +530,19 @@ def _typed(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return memory.view(dtype).view(tuple(shape))
 
 
+def _check_failures(messages: Sequence[Message]) -> None:
+    failed = {r: m for r, m in enumerate(messages) if isinstance(m.value, Failure)}
+    if failed:
+        rank, message = next(iter(failed.items()))
+        raise RankError(f"rank {rank} failed at {message.kind!r}: {message.value.text}")
+
+
 def _describe_places(messages: Sequence[Message]) -> str:
-    """Say which rank is where; a rank that failed comes first, it is the cause."""
-    failed = [
-        f"rank {rank} failed: {message.value.text}"
-        for rank, message in enumerate(messages)
-        if isinstance(message.value, Failure)
-    ]
+    """Say which rank is where."""
     places: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         places.setdefault(message.kind, []).append(rank)
     where = "; ".join(f"{_name_ranks(ranks)} at {kind!r}" for kind, ranks in places.items())
-    if failed:
-        return f"{'; '.join(failed)} ({where})"
     return (
         f"the ranks are at different places: {where}. Every rank must make the same calls, on "
         f"batches of the same size, in the same order: look for a branch on the rank, on the time "

@@ -1,8 +1,9 @@
 """The order in which the shards' values are added.
 
-What it holds: the one canonical binary tree over shard indices, in a plain form (:func:`tree_sum`)
-and in a form that many threads fill in any order (:class:`TreeSum`); beside them the naive loop
-(:func:`naive_sum`), for what has no order to keep and as the thing to compare with.
+What it holds: the one canonical binary tree over shard indices, in a plain form (:func:`tree_sum`),
+in a form that many threads fill in any order (:class:`TreeSum`), and as a plan for finished
+subtrees that lie with different workers or ranks (:func:`plan_tree`, :func:`sum_slices`); beside
+them the naive loop (:func:`naive_sum`), for what has no order to keep and to compare with.
 
 Why it exists: floating-point addition is not associative. If gradients were added in the order in
 which shards finish, no run would equal the next. If each machine added its own shards first, the
@@ -18,23 +19,42 @@ The tree, for K = 7 (leaves are shard indices; a node without a right child is p
                       \\        /
     level 3             0 .. 6
 
+[Note: slices] Additions are entry by entry, so any part of a tensor may be added anywhere: where
+large gradients lie with several workers (or ranks), each adds one slice of all of them.
+
 Guarantees: the result depends on the values and K alone, never on who adds, when, or where.
 Must not: know what a value means (a gradient, a statistic), or which shard ran where.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["TreeSum", "add", "naive_sum", "sum_lists", "tree_sum"]
+__all__ = [
+    "Node",
+    "Recipe",
+    "TreeSum",
+    "add",
+    "add_into",
+    "evaluate",
+    "is_large",
+    "naive_sum",
+    "plan_tree",
+    "sum_lists",
+    "sum_slices",
+    "tree_sum",
+]
 
 T = TypeVar("T")
 Gradients = list[Tensor | None]  # one entry per differentiated tensor; None where nothing flowed
+Node = tuple[int, int]  # level, position: as drawn above
+Recipe = int | tuple["Recipe", "Recipe"]  # which values to add, and in which order
 
 
 def add(left: Tensor, right: Tensor) -> Tensor:
@@ -76,6 +96,11 @@ def sum_lists(left: Gradients, right: Gradients) -> Gradients:
     ]
 
 
+def is_large(values: Gradients) -> bool:
+    """Whether adding such lists takes so long that several workers should share the work."""
+    return sum(value.numel() for value in values if value is not None) >= _LARGE
+
+
 class TreeSum(Generic[T]):
     """Adds K values that arrive in any order, from any thread, in the canonical tree.
 
@@ -85,31 +110,42 @@ class TreeSum(Generic[T]):
     Args:
         num_values: K, the number of values that will arrive.
         combine: adds a left and a right value (the left one has the lower shard indices).
+        is_large: of which values a thread adds only what it brought itself; what is left then is
+            found in :meth:`parts`.
     """
 
-    def __init__(self, num_values: int, combine: Callable[[T, T], T]) -> None:
-        self._widths = [num_values]
-        while self._widths[-1] > 1:
-            self._widths.append((self._widths[-1] + 1) // 2)
+    def __init__(
+        self,
+        num_values: int,
+        combine: Callable[[T, T], T],
+        *,
+        is_large: Callable[[T], bool] | None = None,
+    ) -> None:
+        self._num_values = num_values
+        self._widths = _widths(num_values)
         self._combine = combine
-        self._waiting: dict[tuple[int, int], T] = {}
+        self._is_large = is_large
+        self._waiting: dict[Node, tuple[int, T]] = {}  # with the thread that brought it
         self._lock = threading.Lock()
         self._root: list[T] = []
 
     def add(self, index: int, value: T) -> None:
         """Bring shard ``index``'s value. Each index comes exactly once."""
+        thread = threading.get_ident() if self._is_large and self._is_large(value) else 0
         level = 0
         while self._widths[level] > 1:
             if index ^ 1 < self._widths[level]:  # else: no sibling, pass up as it is
                 with self._lock:
-                    if (level, index ^ 1) not in self._waiting:
-                        self._waiting[level, index] = value
+                    sibling = self._waiting.get((level, index ^ 1))
+                    if sibling is None or (thread and sibling[0] and sibling[0] != thread):
+                        self._waiting[level, index] = (thread, value)
                         return
-                    other = self._waiting.pop((level, index ^ 1))
+                    del self._waiting[level, index ^ 1]
                 # The addition itself is outside the lock: other subtrees go on meanwhile.
+                other = sibling[1]
                 pair = (other, value) if index & 1 else (value, other)
                 value = self._combine(*pair)
-                del other, pair  # a finished subtree must not keep its parts alive
+                del other, pair, sibling  # a finished subtree must not keep its parts alive
             level, index = level + 1, index >> 1
         self._root.append(value)
 
@@ -118,6 +154,159 @@ class TreeSum(Generic[T]):
         """How many partial sums are held now."""
         return len(self._waiting)
 
+    def parts(self) -> dict[Node, T]:
+        """The finished subtrees that are here, in the order of the shards."""
+        found = {node: value for node, (_, value) in self._waiting.items()}
+        if self._root:
+            found[len(self._widths) - 1, 0] = self._root[0]
+        return dict(sorted(found.items(), key=lambda item: item[0][1] << item[0][0]))
+
     def result(self) -> T:
         """The sum. Raises IndexError while values are missing."""
         return self._root[0]
+
+
+def plan_tree(num_values: int, nodes: Iterable[Node]) -> dict[Node, Recipe]:
+    """Say how finished subtrees are added further.
+
+    Args:
+        num_values: K.
+        nodes: the subtrees that are there; the recipes count them in this order.
+
+    Returns:
+        The subtrees that can be made of them, each with its recipe. Of all shards' there is one.
+
+    Example:
+        >>> plan_tree(7, [(1, 0), (1, 1), (1, 2), (1, 3)])
+        {(3, 0): ((0, 1), (2, 3))}
+    """
+    widths = _widths(num_values)
+    levels: list[dict[int, Recipe]] = [{} for _ in widths]
+    for number, (level, index) in enumerate(nodes):
+        levels[level][index] = number
+    stuck: dict[Node, Recipe] = {}
+    for level, found in enumerate(levels[:-1]):
+        for index, recipe in sorted(found.items()):
+            if index ^ 1 >= widths[level]:
+                levels[level + 1][index >> 1] = recipe
+            elif index ^ 1 not in found:
+                stuck[level, index] = recipe
+            elif not index & 1:
+                levels[level + 1][index >> 1] = (recipe, found[index ^ 1])
+    return stuck | {(len(widths) - 1, index): recipe for index, recipe in levels[-1].items()}
+
+
+def evaluate(recipe: Recipe, values: Sequence[Tensor | None]) -> Tensor | None:
+    """Add ``values`` by a recipe; None means "nothing here" and is not the same as zeros."""
+    if isinstance(recipe, int):
+        return values[recipe]
+    left, right = (evaluate(part, values) for part in recipe)
+    return right if left is None else left if right is None else add(left, right)
+
+
+def sum_slices(
+    num_values: int,
+    parts: Mapping[Node, Gradients],
+    num_workers: int,
+    run: Callable[[list[Callable[[], None]]], object],
+) -> dict[Node, Gradients]:
+    """Add what subtrees there are, each worker one slice of all of them.
+
+    Args:
+        num_values: K.
+        parts: from :meth:`TreeSum.parts`.
+        num_workers: how many jobs to make.
+        run: runs jobs at the same time and waits for them.
+
+    Exactness: the same bits as adding them one after another. See [Note: slices].
+    """
+    found: dict[Node, Gradients] = {}
+    pieces: list[tuple[Recipe, list[Tensor], Tensor]] = []
+    for node, recipe in plan_tree(num_values, parts).items():
+        if isinstance(recipe, int):
+            found[node] = list(parts.values())[recipe]
+            continue
+        found[node] = []
+        for values in zip(*parts.values(), strict=True):
+            needed = _numbers(recipe)
+            operands = [values[number] for number in needed]
+            flat = [v.view(-1) for v in operands if v is not None and _is_flat(v, operands[0])]
+            if len(flat) < len(operands):
+                found[node].append(evaluate(recipe, values))
+                continue
+            total = torch.empty_like(operands[0])
+            found[node].append(total)
+            pieces.append((_renumber(recipe, needed), flat, total.view(-1)))
+    size = sum(total.numel() for _, _, total in pieces)
+    cuts = [size * worker // num_workers for worker in range(num_workers + 1)]
+
+    def job(first: int, last: int) -> Callable[[], None]:
+        def work() -> None:
+            at = 0
+            for recipe, flat, total in pieces:
+                begin, end = max(first - at, 0), min(last - at, total.numel())
+                at += total.numel()
+                if begin < end:
+                    add_into(total[begin:end], recipe, [value[begin:end] for value in flat])
+
+        return work
+
+    run([job(a, b) for a, b in itertools.pairwise(cuts)])
+    return found
+
+
+def add_into(total: Tensor, recipe: Recipe, values: Sequence[Tensor]) -> None:
+    """Write the sum of one-dimensional ``values`` to ``total``, block by block.
+
+    With more than two values a block is added as a whole while it is in the processor's cache.
+    """
+    with torch.no_grad():
+        if isinstance(recipe, int):
+            total.copy_(values[recipe])
+            return
+        left, right = recipe
+        size = max(total.numel(), 1) if len(values) == 2 else _BLOCK
+        for start in range(0, total.numel(), size):
+            block = [value[start : start + size] for value in values]
+            one, other = evaluate(left, block), evaluate(right, block)
+            assert one is not None
+            assert other is not None
+            torch.add(one, other, out=total[start : start + size])
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+_LARGE = 1 << 19  # entries; below, handing the work to others takes longer than the work
+_BLOCK = 1 << 15  # entries: a few blocks of floats fit into a core's own cache
+
+
+def _widths(num_values: int) -> list[int]:
+    """How many nodes each level has."""
+    widths = [num_values]
+    while widths[-1] > 1:
+        widths.append((widths[-1] + 1) // 2)
+    return widths
+
+
+def _numbers(recipe: Recipe) -> list[int]:
+    if isinstance(recipe, int):
+        return [recipe]
+    return [number for part in recipe for number in _numbers(part)]
+
+
+def _renumber(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
+    if isinstance(recipe, int):
+        return numbers.index(recipe)
+    return _renumber(recipe[0], numbers), _renumber(recipe[1], numbers)
+
+
+def _is_flat(value: Tensor, first: Tensor | None) -> bool:
+    return (
+        first is not None
+        and value.layout == torch.strided
+        and value.is_contiguous()
+        and (value.shape, value.dtype, value.device) == (first.shape, first.dtype, first.device)
+        and not value.requires_grad
+    )
