@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samestep
-from samestep import checkpoint, load, save, sealed, split_loader
+from samestep import checkpoint, handover, load, save, sealed, split_loader
 from samestep.errors import RankError
 from samestep.plain import to_plain
 from samestep.randomness import find_moved, read_state, write_state
@@ -229,30 +229,37 @@ def test_a_later_format_is_refused(tmp_path):
 
 
 class Refuses:
+    def __init__(self, error=KeyError):
+        self.error = error
+
     def state_dict(self):
         return {}
 
     def load_state_dict(self, state):
         torch.rand(1)
-        raise KeyError("not today")
+        error, self.error = self.error, KeyError  # nobody presses Ctrl-C at each call
+        raise error("not today")
 
 
-@pytest.mark.parametrize("last", ["refuses", "wrong shape", "wrong name"])
+@pytest.mark.parametrize("last", ["refuses", "Ctrl-C", "wrong shape", "wrong name"])
 def test_when_one_object_refuses_all_are_as_they_were(tmp_path, last):
     first = Training()
     first.run(3)
     bad = {
         "refuses": Refuses(),
+        "Ctrl-C": Refuses(KeyboardInterrupt),
         "wrong shape": nn.Linear(2, 2),
         "wrong name": nn.Sequential(nn.Linear(1, 1)),
     }[last]
-    saved = bad if last == "refuses" else nn.Linear(1, 1)
+    saved = bad if isinstance(bad, Refuses) else nn.Linear(1, 1)
     save(tmp_path / "last.pt", **first.parts, last=saved)
     second = Training()
     second.run(2)
     states = {name: part.state_dict() for name, part in {**second.parts, "last": bad}.items()}
     before, now = checkpoint._keep(states), read_state()
-    with pytest.raises((KeyError, RuntimeError), match=r"not today|Linear|Sequential"):
+    with pytest.raises(
+        (KeyError, KeyboardInterrupt, RuntimeError), match=r"not today|Linear|Sequential"
+    ):
         load(tmp_path / "last.pt", **second.parts, last=bad)
     for name, part in {**second.parts, "last": bad}.items():
         assert same(part.state_dict(), before[name])
@@ -608,7 +615,7 @@ class End:
 
 def test_rank_0_writes_and_every_rank_gets_the_same(tmp_path, monkeypatch):
     line = Line(3, monkeypatch)
-    monkeypatch.setattr(checkpoint, "_PIECE", 1000)  # several pieces
+    monkeypatch.setattr(handover, "PIECE", 1000)  # several pieces
     models = [nn.Linear(3, 2) for _ in range(3)]
     path = tmp_path / "last.pt"
     line.run(lambda rank: save(path if rank == 0 else "/nowhere/x", model=models[rank], step=rank))

@@ -22,7 +22,7 @@ LAYERS = [
         "plan join reduce rng context workers comm group follow graphs links wrapper "
         "randomness plain sealed",
     ),
-    ("ideas made of these", "split merge norm slices parcel position"),
+    ("ideas made of these", "split merge norm slices parcel position handover"),
     ("the shards of a call and the ranks that have them", "spread"),
     ("the module as a slot sees it", "replica"),
     ("all of its replicas, and one that runs twice", "replicas recompute"),

@@ -23,23 +23,22 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from samestep.comm import Comm, find_comm
-from samestep.errors import RankError, note_shard
+from samestep.errors import note_shard
+from samestep.handover import agree, hand_out, read_for_all, wait_together
 from samestep.plain import to_plain
 from samestep.randomness import read_accelerators, read_state, write_accelerators, write_state
-from samestep.sealed import DamagedError, find_candidates, read_sealed, unpack, write_sealed
+from samestep.sealed import unpack, write_sealed
 from samestep.tree import iter_leaves
 
 __all__ = ["PendingSave", "load", "save"]
 
 _VERSION = 1
-_PIECE = 1 << 26  # bytes handed to other ranks at a time
 _lock = threading.RLock()
 _pending: PendingSave | None = None
 
@@ -118,16 +117,17 @@ def save(
     comm, path = find_comm(process_group), Path(path)
     with _lock:
         _finish_pending()
-        content, failure = None, None
+        content: Any = None
+        failure: BaseException | None = None
         if comm.rank == 0:
             try:
                 content = _collect(objects, values, snapshot=background)
-            except Exception as error:
+            except BaseException as error:
                 failure = error
-        _agree(comm, "save", failure)
-        pending = PendingSave(content, path, comm)
+        agree(comm, "save", failure)
+        # Known before it is waited for: after Ctrl-C there must not be two who write.
+        pending = _pending = PendingSave(content, path, comm)
         if background:
-            _pending = pending
             return pending
         pending.wait()
         return None
@@ -168,11 +168,11 @@ class PendingSave:
         with _lock:
             if self._is_settled:
                 return
-            _wait_together(self._comm, self._thread)
+            wait_together(self._comm, self._thread)
             self._is_settled = True
             if _pending is self:
                 _pending = None
-            _agree(self._comm, "save", self._failure)
+            agree(self._comm, "save", self._failure)
 
     def report(self) -> None:
         """Print what went wrong if nobody has asked: the script is at its end."""
@@ -263,7 +263,7 @@ def load(
             )
     comm = find_comm(process_group)
     _finish_pending()
-    found = _read_on_first(comm, Path(path))
+    found = read_for_all(comm, Path(path))
     if found.outcome == "missing" and missing_ok:
         return None
     if found.outcome == "missing":
@@ -272,65 +272,7 @@ def load(
         raise RuntimeError(found.text)
     if found.text and comm.rank == 0:
         warnings.warn(found.text, stacklevel=2)
-    content = unpack(_hand_out(comm, found))
-    _check(content, objects, path)
-    _restore(content, objects, comm)
-    values: dict[str, Any] = content["values"]
-    return values
-
-
-class _Found(NamedTuple):
-    """What there was to read: "read", "missing" or "damaged", and what is to be said about it."""
-
-    outcome: str
-    text: str
-    num_bytes: int = 0
-    data: bytes = b""
-
-
-def _read(path: Path) -> _Found:
-    faults: list[str] = []
-    for candidate in find_candidates(path):
-        try:
-            data = read_sealed(candidate)
-        except FileNotFoundError:
-            continue
-        except (DamagedError, OSError) as error:
-            faults.append(f"{candidate}: {error}")
-            continue
-        if candidate == path:
-            return _Found("read", "", len(data), data)
-        reason = "; ".join(faults) or "it is not there, which a crash can leave behind"
-        text = f"using {candidate} in place of {path}: {reason}"
-        return _Found("read", text, len(data), data)
-    if not faults:
-        return _Found("missing", "")
-    return _Found("damaged", f"no whole checkpoint to load: {'; '.join(faults)}")
-
-
-def _read_on_first(comm: Comm, path: Path) -> _Found:
-    """Let rank 0 read; every rank learns the outcome, rank 0 alone has the bytes yet."""
-    found: list[_Found] = []
-    reader = threading.Thread(target=lambda: found.append(_read(path)), name="samestep-load")
-    if comm.rank == 0:
-        reader.start()
-    _wait_together(comm, reader)
-    told = comm.exchange("load", found[0]._replace(data=b"") if found else None)
-    own: _Found = found[0] if found else told[0]
-    return own
-
-
-def _hand_out(comm: Comm, found: _Found) -> bytes:
-    """Give rank 0's bytes to every rank, piece by piece: no rank stages more than one piece."""
-    if comm.num_ranks == 1:
-        return found.data
-    pieces = []
-    for start in range(0, found.num_bytes, _PIECE):
-        piece = bytearray(found.data[start : start + _PIECE])
-        tensors = [torch.frombuffer(piece, dtype=torch.uint8)] if comm.rank == 0 else []
-        _, told = comm.gather("load bytes", None, tensors)
-        pieces.append(told[0][0].numpy().tobytes())
-    return b"".join(pieces)
+    return _restore(hand_out(comm, found), objects, comm, path)
 
 
 def _check(content: Any, objects: Mapping[str, Any], path: Any) -> None:
@@ -350,26 +292,31 @@ def _check(content: Any, objects: Mapping[str, Any], path: Any) -> None:
         )
 
 
-def _restore(content: Any, objects: Mapping[str, Any], comm: Comm) -> None:
+def _restore(data: bytes, objects: Mapping[str, Any], comm: Comm, path: Any) -> dict[str, Any]:
     """Load every object and then the random state; on a failure anywhere, put all back."""
     random = read_state(), read_accelerators()
     before: list[tuple[Any, Any]] = []
-    failure: Exception | None = None
+    content: Any = None
+    failure: BaseException | None = None
     try:
+        content = unpack(data)
+        _check(content, objects, path)
         for name, target in objects.items():
             before.append((target, _keep(target.state_dict())))
             target.load_state_dict(content["objects"][name])
         write_state(content["random"])
         write_accelerators(content["random"]["accelerators"], only_current=comm.num_ranks > 1)
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C too leaves nothing half loaded
         failure = error
     try:
-        _agree(comm, "load", failure)
+        agree(comm, "load", failure)
     except BaseException as error:
         _put_back(before, error)
         write_state(random[0])
         write_accelerators(random[1])
         raise
+    values: dict[str, Any] = content["values"]
+    return values
 
 
 def _keep(state: Any) -> Any:
@@ -409,27 +356,3 @@ def _refuse_stateless(name: str, value: Any) -> str:
         else "pass the object itself, or its values under another name"
     )
     return f"{name} (a {type(value).__name__}) has no state_dict(); {remedy}"
-
-
-def _wait_together(comm: Comm, thread: threading.Thread) -> None:
-    """Wait on every rank for rank 0's thread.
-
-    The ranks meet again and again meanwhile: a rank that says nothing for a while is taken for
-    dead, and a large file on a slow disk takes longer than that.
-    """
-    busy = True
-    while busy:
-        if comm.rank == 0:
-            thread.join(comm.timeout / 4 if comm.num_ranks > 1 else None)
-        busy = comm.exchange("file", thread.is_alive())[0]
-
-
-def _agree(comm: Comm, kind: str, failure: Exception | None) -> None:
-    """Raise on every rank if one has failed: its own error there, its text elsewhere."""
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    texts = comm.exchange(f"{kind} outcome", text)
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise RankError(f"rank {rank} failed to {kind}: {text}")

@@ -37,6 +37,7 @@ from samestep.plan import plan_sizes
 from samestep.position import Tape, check_position, start_of_epoch
 from samestep.randomness import State, read_state, seed_all, write_state
 from samestep.split import cut, plan_split
+from samestep.spread import owner_of_slot
 
 __all__ = ["SplitLoader", "rank_rows", "split_loader"]
 
@@ -110,15 +111,13 @@ def rank_rows(
 ) -> tuple[int, int]:
     """Return (start, stop): the rows of a batch that belong to one rank; perhaps none.
 
-    Slot k is on rank ``k * W // K``.
-
     Example:
         >>> [rank_rows(10, 4, "chunk", rank, 2) for rank in range(2)]  # 3 3 | 3 1
         [(0, 6), (6, 10)]
     """
     start = stop = 0
     for slot, size in enumerate(plan_sizes(num_rows, num_slots, split)):
-        owner = slot * num_ranks // num_slots
+        owner = owner_of_slot(slot, num_slots, num_ranks)
         start += size * (owner < rank)
         stop += size * (owner <= rank)
     return start, stop

@@ -39,7 +39,7 @@ def read_state(own: Sequence[torch.Generator] = ()) -> State:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, words, *rest = numpy.random.get_state(legacy=True)
-        state["numpy"] = (name, torch.from_numpy(words.copy()), *rest)
+        state["numpy"] = (name, torch.from_numpy(words), *rest)
     for index, generator in enumerate(own):
         state[f"own {index}"] = generator.get_state()
     return state
