@@ -66,7 +66,18 @@ class Jittered(Dataset):
         return 12
 
     def __getitem__(self, index):
-        return torch.tensor([float(index), torch.rand(()), random.random(), numpy.random.rand()])
+        draws = torch.rand(()), random.random(), numpy.random.rand()
+        return torch.tensor([float(index), *draws, len(INITIALISED)])
+
+
+INITIALISED = []  # in a worker process: the numbers that its worker_init_fn was called with
+
+
+class ShuffledByWorkers(IterableDataset):
+    """A stream whose order is drawn in the worker process."""
+
+    def __iter__(self):
+        return iter(torch.randperm(20).tolist())
 
 
 class Lengths(Sampler):
@@ -283,12 +294,14 @@ def test_rows_that_draw_leave_the_ranks_shuffles_alike():
         split = split_for(rank, 3, DataLoader(Jittered(), batch_size=5, shuffle=True))
         epochs.append([list(split) for _ in range(2)])
         after = read_state()
+    drawn = []
     for epoch in range(2):
         batches = [torch.cat(parts) for parts in zip(*(e[epoch] for e in epochs), strict=True)]
         rows = torch.cat(batches)
         assert sorted(rows[:, 0].tolist()) == list(range(12))
-        for column in range(1, 4):
-            assert len(set(rows[:, column].tolist())) == 12  # no two rows drew the same
+        drawn.append(rows[:, 1:4])
+    numbers = torch.cat(drawn).flatten().tolist()
+    assert len(set(numbers)) == 2 * 12 * 3  # no two rows drew the same, nor one in both epochs
     write_state(start)
     plain = DataLoader(Rows(12), batch_size=5, shuffle=True)
     for _ in range(2):
@@ -309,7 +322,7 @@ def test_workers_fetch_in_order_and_draw_other_numbers_on_each_rank():
             batch_size=5,
             shuffle=True,
             num_workers=1,
-            worker_init_fn=check_worker,
+            worker_init_fn=note_worker,
             persistent_workers=True,
         )
         split = split_for(rank, 2, loader)
@@ -321,10 +334,20 @@ def test_workers_fetch_in_order_and_draw_other_numbers_on_each_rank():
     assert all(torch.equal(r[:, 0], p) for r, p in zip(rows, plain, strict=True))
     for column in range(1, 4):
         assert len(set(torch.cat(rows)[:, column].tolist())) == 12
+    assert torch.cat(rows)[:, 4].tolist() == [1.0] * 12
 
 
-def check_worker(worker):
+@pytest.mark.slow
+def test_workers_that_the_plain_loader_keeps_go_on_with_its_own_rows():
+    loader = DataLoader(Rows(6), batch_size=4, num_workers=1, persistent_workers=True)
+    before = [batch["y"].tolist() for batch in loader]
+    assert [batch["y"].tolist() for batch in split_for(1, 2, loader)] == [[2, 3], [5]]
+    assert [batch["y"].tolist() for batch in loader] == before
+
+
+def note_worker(worker):
     assert get_worker_info().id == worker
+    INITIALISED.append(worker)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,6 +367,7 @@ def train(split, seen, *, stop=None):
 TOTAL = [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
 def test_a_loader_resumes_after_any_batch(name, rank, num_ranks, tmp_path):
@@ -372,6 +396,51 @@ def test_a_loader_resumes_after_any_batch(name, rank, num_ranks, tmp_path):
             assert torch.equal(draws[0], numbers[0])
             assert draws[1:] == numbers[1:]
         assert not find_moved(after, read_state())
+
+
+def test_rows_that_draw_on_a_rank_draw_the_same_after_resuming():
+    def make():
+        return split_for(1, 2, DataLoader(Jittered(), batch_size=3, shuffle=True))
+
+    start, split = read_state(), make()
+    expected = list(split)
+    write_state(start)
+    split = make()
+    found = [next(iter(split))]
+    state = split.state_dict()
+    torch.rand(9)
+    resumed = make()
+    resumed.load_state_dict(state)
+    found += resumed
+    assert same(torch.cat(found), torch.cat(expected))
+
+
+def test_after_an_epoch_comes_a_whole_one():
+    split = split_loader(shuffled(3))
+    list(split)
+    state, now = split.state_dict(), read_state()
+    assert state["batches"] == 0
+    expected = [batch["y"].tolist() for batch in split]
+    resumed = split_loader(shuffled(8))
+    resumed.load_state_dict(state)
+    write_state(now)
+    assert [batch["y"].tolist() for batch in resumed] == expected
+
+
+def test_a_resumed_epoch_of_which_nothing_was_asked_yet_keeps_its_place():
+    split = split_loader(DataLoader(Rows(20), batch_sampler=Moody()))
+    torch.manual_seed(4)
+    expected = [row["y"].tolist() for row in split]
+    torch.manual_seed(4)
+    iterator = iter(split)
+    next(iterator), next(iterator)
+    now = read_state()
+    for _ in range(2):
+        resumed = split_loader(DataLoader(Rows(20), batch_sampler=Moody()))
+        resumed.load_state_dict(split.state_dict())
+        iterator, split = iter(resumed), resumed
+    write_state(now)
+    assert [row["y"].tolist() for row in iterator] == expected[2:]
 
 
 def test_delivered_batches_are_not_fetched_again():
@@ -457,6 +526,44 @@ def test_a_loader_with_workers_resumes_although_it_drew_ahead():
         assert torch.equal(left[0], right[0])
         assert torch.equal(left[1], right[1])
     assert not find_moved(after, read_state())
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_can_go_on():
+    def make(num_workers):
+        return split_loader(DataLoader(Rows(20), 3, shuffle=True, num_workers=num_workers))
+
+    start = read_state()
+    expected = [batch["y"].tolist() for batch in make(0)]
+    for first, second in ((0, 1), (1, 0)):
+        write_state(start)
+        split = make(first)
+        iterator = iter(split)
+        found = [next(iterator)["y"].tolist() for _ in range(2)]
+        state = split.state_dict()
+        del iterator, split
+        resumed = make(second)
+        resumed.load_state_dict(state)
+        assert found + [batch["y"].tolist() for batch in resumed] == expected
+
+
+@pytest.mark.slow
+def test_a_stream_that_workers_shuffle_resumes():
+    def make():
+        return split_loader(DataLoader(ShuffledByWorkers(), batch_size=5, num_workers=1))
+
+    start = read_state()
+    expected = [batch.tolist() for batch in make()]
+    write_state(start)
+    split = make()
+    iterator = iter(split)
+    found = [next(iterator).tolist()]
+    state = split.state_dict()
+    del iterator, split
+    torch.rand(3)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert found + [batch.tolist() for batch in resumed] == expected
 
 
 def test_a_loader_that_keeps_its_own_position_is_asked_for_it():

@@ -164,14 +164,11 @@ class PendingSave:
             OSError: it could not be written; the old one is as it was. Raised once.
             RankError: the same, on ranks other than 0.
         """
-        global _pending
         with _lock:
             if self._is_settled:
                 return
             wait_together(self._comm, self._thread)
             self._is_settled = True
-            if _pending is self:
-                _pending = None
             agree(self._comm, "save", self._failure)
 
     def report(self) -> None:
