@@ -427,16 +427,18 @@ def test_after_an_epoch_comes_a_whole_one():
     assert [batch["y"].tolist() for batch in resumed] == expected
 
 
-def test_a_resumed_epoch_of_which_nothing_was_asked_yet_keeps_its_place():
-    split = split_loader(DataLoader(Rows(20), batch_sampler=Moody()))
+@pytest.mark.parametrize("name", ["shuffled", "draws at each batch"])
+def test_a_resumed_epoch_of_which_nothing_was_asked_yet_keeps_its_place(name):
+    split = split_loader(LOADERS[name]())
     torch.manual_seed(4)
     expected = [row["y"].tolist() for row in split]
     torch.manual_seed(4)
     iterator = iter(split)
     next(iterator), next(iterator)
     now = read_state()
-    for _ in range(2):
-        resumed = split_loader(DataLoader(Rows(20), batch_sampler=Moody()))
+    for seed in range(2):
+        torch.manual_seed(seed)
+        resumed = split_loader(LOADERS[name]())
         resumed.load_state_dict(split.state_dict())
         iterator, split = iter(resumed), resumed
     write_state(now)

@@ -25,12 +25,12 @@ from samestep.randomness import State, find_moved, read_state, write_state
 __all__ = ["Tape", "check_position", "start_of_epoch"]
 
 _T = TypeVar("_T")
-_KEYS = {"batches", "drawn", "draws", "start", "seed", "own"}
+_KEYS = {"batches", "drawn", "draws", "seed", "own"}
 
 
 def start_of_epoch() -> dict[str, Any]:
     """The position before the first batch of an epoch that nothing was drawn for yet."""
-    return {"batches": 0, "drawn": 0, "draws": {}, "start": {}, "seed": None, "own": {}}
+    return {"batches": 0, "drawn": 0, "draws": {}, "seed": None, "own": {}}
 
 
 def check_position(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +62,6 @@ class Tape:
         self._num_drawn = 0
         # Nearly always one entry: the epoch's shuffle. By the number of the draw.
         self._draws: dict[int, State] = {}
-        self._start: State = position["start"]
         seed = position["seed"]
         self.seed: int = self._make_seed() if seed is None else seed
 
@@ -73,18 +72,13 @@ class Tape:
         return zlib.crc32(ruling.numpy().tobytes())
 
     def open(self, make: Callable[[], _T]) -> _T:
-        """Call what begins the epoch. When it is done again, the generators stay as they are."""
+        """Call what opens the epoch; when it is done again, the generators stay as they are."""
         before = self._read()
-        is_again = self._again["drawn"] > 0
-        if is_again:
-            write_state(self._start, self._generators)
         try:
             return make()
         finally:
-            if is_again:
+            if self._again["drawn"]:
                 write_state(before, self._generators)
-            else:
-                self._start = find_moved(before, self._read())
 
     def begin(self, make: Callable[[], _T]) -> _T:
         """Make the iterator that :meth:`draw` draws from; a second one takes the first's place."""
@@ -116,7 +110,6 @@ class Tape:
             "batches": self.num_batches,
             "drawn": max(self._num_drawn, self._again["drawn"]),
             "draws": {**self._again["draws"], **self._draws},
-            "start": self._start,
             "seed": self.seed,
             "own": {},
         }
