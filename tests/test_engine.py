@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.context import CallerContext, Shard, current_shard
 from samestep.engine import Job, SerialEngine, ThreadEngine, plan_runs
-from samestep.group import all_reduce, current_group
+from samestep.group import current_group, sum_shards
 from samestep.reduce import tree_sum
 from samestep.rng import Draws, Stream
 
@@ -169,8 +169,8 @@ def test_swapped_shards_draw_from_their_streams(engine):
 
 def test_shards_that_run_together_get_the_sum(engine):
     def job(k):
-        first = all_reduce(torch.tensor([float(k)]), tree_sum)
-        return all_reduce(first * k, tree_sum).item()
+        first = sum_shards(torch.tensor([float(k)]), tree_sum)
+        return sum_shards(first * k, tree_sum).item()
 
     assert run(engine, [lambda k=k: job(k) for k in range(4)], together=True) == [36.0] * 4
     assert current_group() is None
@@ -186,7 +186,7 @@ def test_serially_only_one_of_them_runs_at_a_time_in_shard_order():
             assert inside == [k]
             trace.append((part, k))
             inside.clear()
-            all_reduce(torch.ones(1), tree_sum)
+            sum_shards(torch.ones(1), tree_sum)
 
     run(SerialEngine(1), [lambda k=k: job(k) for k in range(4)], together=True)
     assert trace == [(part, k) for part in range(3) for k in range(4)]
@@ -196,7 +196,7 @@ def test_a_shard_that_fails_is_not_waited_for(engine):
     def job(k):
         if k == 1:
             raise LookupError("gone")
-        return all_reduce(torch.tensor([float(k)]), tree_sum)
+        return sum_shards(torch.tensor([float(k)]), tree_sum)
 
     with pytest.raises(LookupError, match="gone"):
         run(engine, [lambda k=k: job(k) for k in range(3)], together=True)
@@ -206,7 +206,7 @@ def test_a_shard_that_fails_is_not_waited_for(engine):
 def test_shards_that_wait_for_different_things_are_told(engine):
     def job(k):
         for _ in range(k + 1):
-            value = all_reduce(torch.tensor([1.0]), lambda parts: sum(parts))
+            value = sum_shards(torch.tensor([1.0]), lambda parts: sum(parts))
         return value
 
     def deadlock(k):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Slot", "is_serial_forced", "plan_slots", "resolve_device"]
+__all__ = ["Slot", "is_serial_forced", "owner_of_slot", "plan_slots", "resolve_device"]
 
 ENV_REPLICAS = "SAMESTEP_REPLICAS"
 ENV_SERIAL = "SAMESTEP_SERIAL"
@@ -82,12 +82,31 @@ def resolve_device(device: Device, *, argument: str = "device_ids") -> torch.dev
     return torch.device(found.type, index)
 
 
-def plan_slots(device_ids: Sequence[Device] | None, replicas: int | None) -> tuple[Slot, ...]:
+def owner_of_slot(slot: int, num_slots: int, num_ranks: int) -> int:
+    """The rank that slot k belongs to: contiguous runs whose lengths differ by at most one.
+
+    Example:
+        >>> [owner_of_slot(slot, 8, 3) for slot in range(8)]
+        [0, 0, 0, 1, 1, 1, 2, 2]
+    """
+    return slot * num_ranks // num_slots
+
+
+def plan_slots(
+    device_ids: Sequence[Device] | None,
+    replicas: int | None,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> tuple[Slot, ...]:
     """Decide the K slots.
 
     Args:
-        device_ids: devices, repeated ones allowed; None: every accelerator, or else the CPU.
-        replicas: K; None: one per device, or ``SAMESTEP_REPLICAS`` if ``device_ids`` is None too.
+        device_ids: devices of this process, repeated ones allowed; None: every accelerator (with
+            several ranks on one machine each has its share of them), or else the CPU.
+        replicas: K, of all ranks together; None: one per device of each rank, or
+            ``SAMESTEP_REPLICAS`` if ``device_ids`` is None too.
+        rank, num_ranks: of this process. Slots of other ranks have no device of theirs here.
 
     Returns:
         K slots. With more replicas than devices each device gets a contiguous run of slots.
@@ -108,19 +127,23 @@ def plan_slots(device_ids: Sequence[Device] | None, replicas: int | None) -> tup
             f"write device_ids=[{device_ids!r}]"
         )
     if device_ids is None:
-        devices = _default_devices(replicas)
+        devices = _default_devices(replicas) if num_ranks == 1 else _share_of_devices(rank)
     else:
         devices = [resolve_device(device) for device in device_ids]
         if not devices:
             raise ValueError("device_ids is empty; name at least one device, or leave it out")
-    num_slots = len(devices) if replicas is None else replicas
-    if num_slots < len(devices):
+    num_slots = len(devices) * num_ranks if replicas is None else replicas
+    mine = [k for k in range(num_slots) if owner_of_slot(k, num_slots, num_ranks) == rank]
+    if device_ids is not None and len(mine) < len(devices):
+        remedy = "" if num_ranks > 1 else f"device_ids[:{num_slots}] or "
         raise ValueError(
             f"replicas={num_slots} is smaller than the number of devices named "
-            f"({len(devices)}); pass device_ids[:{num_slots}] or more replicas"
+            f"({len(devices) * num_ranks}); pass {remedy}more replicas"
         )
-    # Slot k goes to device floor(k * D / K): contiguous runs whose lengths differ by at most one.
-    return tuple(Slot(k, devices[k * len(devices) // num_slots]) for k in range(num_slots))
+    # Contiguous runs of a rank's slots per device, whose lengths differ by at most one.
+    devices = devices[: max(len(mine), 1)]
+    found = {k: devices[i * len(devices) // len(mine)] for i, k in enumerate(mine)}
+    return tuple(Slot(k, found.get(k, devices[0])) for k in range(num_slots))
 
 
 # ---------------------------------------------------------------------------
@@ -144,6 +167,15 @@ def _default_devices(replicas: int | None) -> list[torch.device]:
     assert kind is not None
     # Fewer replicas than accelerators, none of them named by the user: take the first ones.
     return [torch.device(kind.type, i) for i in range(min(count, replicas or count))]
+
+
+def _share_of_devices(rank: int) -> list[torch.device]:
+    """This rank's share of its machine's accelerators; torchrun says how many ranks have it."""
+    devices = _default_devices(None)
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", len(devices)))
+    first, last = (len(devices) * r // num_local for r in (local, local + 1))
+    return devices[first:last] or [devices[local % len(devices)]]
 
 
 def _replicas_from_environment() -> int | None:

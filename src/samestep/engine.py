@@ -32,7 +32,7 @@ from samestep.context import (
     use_shard,
 )
 from samestep.errors import note_shard
-from samestep.group import Group
+from samestep.group import Group, Meet
 from samestep.rng import Stream, current_stream, set_current_stream, use_stream
 from samestep.workers import WorkerPool, pool
 
@@ -94,6 +94,7 @@ class Engine(abc.ABC):
         context: CallerContext,
         *,
         together: bool = False,
+        meet: Meet | None = None,
         inline: torch.device | None = None,
     ) -> list[Any]:
         """Run all jobs and return their values in shard order.
@@ -102,6 +103,7 @@ class Engine(abc.ABC):
             jobs: one per shard, in shard order.
             context: the caller's settings.
             together: the shards exchange values while they run (see :mod:`samestep.group`).
+            meet: then, how values of other processes' shards are had; None if there are none.
             inline: a device whose jobs must run in the calling thread.
 
         Raises:
@@ -111,9 +113,9 @@ class Engine(abc.ABC):
         outcomes = [_Outcome() for _ in jobs]
         guard, stream = ThreadGuard(), current_stream()
         try:
-            if together and len(jobs) > 1:
-                self._run_together(jobs, context, outcomes)
-            else:
+            if together and (len(jobs) > 1 or (jobs and meet is not None)):
+                self._run_together(jobs, context, outcomes, meet)
+            elif jobs:
                 self._run(jobs, context, outcomes, inline)
             _raise_first(jobs, outcomes)
             return [outcome.value for outcome in outcomes]
@@ -139,24 +141,39 @@ class Engine(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def num_workers(self) -> int:
+        """How many threads run shards on the CPU."""
+
+    def share_work(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Run plain work of the library's own, one part per worker."""
+        for job in jobs:
+            job()
+
+    @property
+    @abc.abstractmethod
     def _one_at_a_time(self) -> bool:
         """Whether shards that exchange values still run one at a time."""
 
     def _run_together(
-        self, jobs: Sequence[Job], context: CallerContext, outcomes: list[_Outcome]
+        self,
+        jobs: Sequence[Job],
+        context: CallerContext,
+        outcomes: list[_Outcome],
+        meet: Meet | None,
     ) -> None:
         if has_modes():
             raise RuntimeError(
-                "sync_batch_norm=True lets the shards wait for each other, each in a thread; but a "
-                "torch function or dispatch mode is active, which ties them to the caller's "
-                "thread. Leave the mode, or use sync_batch_norm=False"
+                "sync_batch_norm=True, all_reduce and all_gather let the shards wait for each "
+                "other, each in a thread; but a torch function or dispatch mode is active, which "
+                "ties them to the caller's thread. Leave the mode, or do without them"
             )
         if any(job.drawing == "swap" for job in jobs):
             raise RuntimeError(
-                "sync_batch_norm=True cannot be used with a model that draws random numbers by "
-                "functions which cannot be given a generator: its shards would have to run alone"
+                "sync_batch_norm=True, all_reduce and all_gather cannot be used with a model that "
+                "draws random numbers by functions which cannot be given a generator: its shards "
+                "would have to run alone"
             )
-        group = Group(len(jobs), one_at_a_time=self._one_at_a_time)
+        group = Group(len(jobs), one_at_a_time=self._one_at_a_time, meet=meet)
 
         def member(index: int) -> Callable[[], None]:
             def run() -> None:
@@ -186,6 +203,7 @@ class SerialEngine(Engine):
     """Shards one after another in the calling thread. The reference for every other engine."""
 
     _one_at_a_time = True
+    num_workers = 1
 
     def _run(
         self,
@@ -221,6 +239,16 @@ class ThreadEngine(Engine):
         self._num_workers = num_workers
         self._pool = workers
 
+    @property
+    def num_workers(self) -> int:
+        """How many threads run shards on the CPU."""
+        return self._num_workers or _num_cores()
+
+    def share_work(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Run plain work of the library's own, one part per worker."""
+        mine, *others = jobs
+        self._pool.run(mine, others)
+
     def _run(
         self,
         jobs: Sequence[Job],
@@ -232,7 +260,7 @@ class ThreadEngine(Engine):
         if has_modes():
             runs = [list(range(len(jobs)))]  # see [Note: modes] in context.py
         else:
-            runs = plan_runs(devices, self._num_workers or _num_cores(), inline)
+            runs = plan_runs(devices, self.num_workers, inline)
 
         def follow(run: list[int]) -> Callable[[], None]:
             def work() -> None:

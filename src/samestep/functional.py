@@ -12,13 +12,14 @@ Must not: keep state between calls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.comm import ALONE
 from samestep.context import Shard
 from samestep.devices import Device, Slot, plan_slots, resolve_device
 from samestep.engine import Engine, ThreadEngine
@@ -30,8 +31,10 @@ from samestep.replicas import ReplicaSet
 from samestep.rng import Draws, Stream
 from samestep.runner import Runner
 from samestep.split import SplitPlan, cut, plan_split
+from samestep.spread import Spread
 from samestep.state import StateWriter
-from samestep.step import map_tensors, run_shards
+from samestep.step import run_shards
+from samestep.tie import map_tensors
 
 __all__ = ["gather", "parallel_apply", "replicate", "scatter"]
 
@@ -42,6 +45,7 @@ def scatter(
     dim: int = 0,
     *,
     plan: SplitPlan | None = None,
+    only: Container[int] | None = None,
 ) -> tuple[Any, ...]:
     """Cut a batch into shards and move each to its device.
 
@@ -53,6 +57,7 @@ def scatter(
         target_gpus: one device per slot, CPU slots included (the name is torch's).
         dim: the tensor dimension that counts rows.
         plan: how to cut ``(args, kwargs)`` pairs; decided from ``inputs`` if None.
+        only: the shards that are moved; the others stay where the batch is.
 
     Returns:
         One value per shard, of the types of ``inputs``. A shard on the device of the batch is a
@@ -79,7 +84,10 @@ def scatter(
         plan = plan_split((inputs,), {}, num_slots=len(slots), dim=dim)
         pairs = [args[0] for args, _ in cut(plan, (inputs,), {})]
     indices = plan.slots or (0,)
-    return tuple(move(pair, slots[i].device) for i, pair in zip(indices, pairs, strict=False))
+    return tuple(
+        move(pair, slots[i].device) if only is None or k in only else pair
+        for k, (i, pair) in enumerate(zip(indices, pairs, strict=False))
+    )
 
 
 def replicate(
@@ -89,6 +97,7 @@ def replicate(
     *,
     keep: ReplicaSet | None = None,
     sizes: Sequence[int] = (),
+    shards: Sequence[int] | None = None,
 ) -> list[nn.Module]:
     """Make one replica of a module per slot.
 
@@ -101,6 +110,7 @@ def replicate(
         detach: True: no gradient reaches the source module.
         keep: where replicas are kept from call to call; anew if None.
         sizes: B_k of each shard, for state that is kept too.
+        shards: which of those shards the slots run; None: all, in order.
 
     Raises:
         ReplicaError: the module lies on several devices, or holds a function that cannot be
@@ -111,7 +121,7 @@ def replicate(
     """
     slots = _slots(devices)
     replicas = (keep or ReplicaSet(prepare=partial(prepare, sync=False))).refresh(
-        network, slots, sizes=sizes
+        network, slots, sizes=sizes, shards=shards
     )
     for replica in replicas if detach else ():
         for link in replica.links.values():
@@ -185,8 +195,8 @@ def parallel_apply(
             "the modules are replicas of different source modules; call parallel_apply once for "
             "each of those"
         )
-    outputs, changes = run_shards(replicas, pairs, runner)
-    StateWriter("merge", merge_state).write(changes, replicas, rows)
+    outputs, changes, _ = run_shards(replicas, pairs, runner)
+    StateWriter("merge", merge_state).write(changes, rows)
     return outputs
 
 
@@ -196,6 +206,7 @@ def gather(
     dim: int = 0,
     *,
     rows: Sequence[int] | None = None,
+    weights: Sequence[int] | None = None,
     out_dims: Any = None,
     reduction: str = "mean",
 ) -> Any:
@@ -206,6 +217,7 @@ def gather(
         target_device: where tensors land; None: shard 0's device.
         dim: the tensor dimension that counts rows.
         rows: B_k of each shard; taken from the first tensor with ``dim`` if None.
+        weights: what a mean is weighted by; ``rows`` if None.
         out_dims, reduction: as in ``DataParallel``.
 
     Returns:
@@ -231,6 +243,7 @@ def gather(
     return merge(
         list(outputs),
         list(rows),
+        weights=weights,
         dim=dim,
         out_dims=out_dims,
         reduction=reduction,
@@ -260,22 +273,26 @@ def make_runner(
     draws: Draws | None = None,
     home: torch.device | None = None,
     lock: threading.RLock | None = None,
+    spread: Spread | None = None,
 ) -> Runner:
-    """Describe the shards of one call and how to run them."""
+    """Describe the shards of one call and how to run them: those of ``spread`` that are here."""
     total, start = sum(rows), 0
     shards = []
     for k, (device, count) in enumerate(zip(devices, rows, strict=True)):
         shards.append(Shard(k, len(rows), start, start + count, total, device))
         start += count
     source = draws or Draws()
+    spread = spread or Spread(ALONE, [0] * len(rows), rows)
     return Runner(
         engine=engine,
-        shards=shards,
-        streams=[Stream(source, k) for k in range(len(rows))],
+        shards=[shards[k] for k in spread.mine],
+        streams=[Stream(source, k) for k in spread.mine],
+        draws=source,
         drawing=drawing,
         together=together,
         home=home or devices[0],
         lock=lock or threading.RLock(),
+        spread=spread,
     )
 
 

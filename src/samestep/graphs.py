@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = [
+    "ELSEWHERE",
     "Edge",
     "Survey",
     "accumulate",
@@ -39,6 +40,10 @@ class Edge(NamedTuple):
     device: torch.device
 
 
+#: In the place of an edge into a graph that another rank has.
+ELSEWHERE = Edge(None, torch.device("meta"))  # type: ignore[arg-type]  # it leads nowhere
+
+
 def make_edge(tensor: Tensor) -> Edge:
     """Return the edge of a tensor that requires grad."""
     return Edge(get_gradient_edge(tensor), tensor.device)
@@ -46,7 +51,7 @@ def make_edge(tensor: Tensor) -> Edge:
 
 def nodes_of(edges: Iterable[Edge | None]) -> list[Any]:
     """The nodes that the edges lead to."""
-    return [edge.into.node for edge in edges if edge is not None]
+    return [edge.into.node for edge in edges if edge is not None and edge is not ELSEWHERE]
 
 
 def find_needed(next_functions: Sequence[tuple[Any, int]]) -> list[bool]:
@@ -108,23 +113,26 @@ def survey(edges: Sequence[Edge], local: Container[int]) -> Survey:
     return Survey(leaves, pairs, is_reentrant)
 
 
-def group_outputs(surveys: Sequence[Survey]) -> list[list[int]]:
+def group_outputs(counts: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Put outputs (by position, the same in every shard) that belong together into groups.
 
     Two groups share parameters at most, so each can be a node of its own in the caller's graph: as
     in a plain module, a backward from one leaves what lies before the other alone.
+
+    Args:
+        counts: per shard, how many outputs it has.
+        pairs: of all shards, outputs that belong together.
     """
-    counts = {len(one.leaves) for one in surveys}
-    if len(counts) > 1:
+    if len({*counts}) > 1:
         return [list(range(max(counts)))]  # positions mean nothing: keep all together
-    root = list(range(counts.pop()))
+    root = list(range(counts[0]))
 
     def find(output: int) -> int:
         while root[output] != output:
             output = root[output]
         return output
 
-    for one, other in (pair for survey in surveys for pair in survey.pairs):
+    for one, other in pairs:
         low, high = sorted((find(one), find(other)))
         root[high] = low
     groups: dict[int, list[int]] = {}

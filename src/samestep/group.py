@@ -1,8 +1,9 @@
 """How shards that run at the same time exchange values.
 
-What it holds: :class:`Group`, the meeting point of the shards of one run, and :func:`all_reduce`, a
-differentiable sum over shards built on it. Why: synchronised batch statistics need the whole
-batch's sums in the middle of a forward and again in the middle of a backward.
+What it holds: :class:`Group`, the meeting point of the shards of one run, and two differentiable
+exchanges built on it: :func:`sum_shards` and :func:`join_shards`. Why: synchronised batch
+statistics, say, need the whole batch's sums in the middle of a forward and again in the middle of a
+backward.
 
 Guarantees:
 - Values come back in shard order, whoever arrived first.
@@ -22,22 +23,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Group", "all_reduce", "current_group"]
+from samestep.context import current_shard
+
+__all__ = ["Group", "MeetingNeeded", "current_group", "join_shards", "sum_shards"]
 
 Key = tuple[Any, ...]
 Total = Callable[[Sequence[Tensor]], Tensor]
+# Given what this process's shards brought to a meeting: what the shards of all processes did.
+Meet = Callable[[Key, list[Any]], list[Any]]
+
+
+class MeetingNeeded(Exception):  # a message to the wrapper, not an error
+    """A shard wants to meet the others, but each runs when its turn comes."""
 
 
 class Group:
     """The meeting point of K shards for the length of one run.
 
     Args:
-        num_shards: K.
-        one_at_a_time: whether only one shard may run at any moment.
+        num_shards: how many shards this process has.
+        one_at_a_time: whether only one of them may run at any moment.
+        meet: gets the values of other processes' shards; None if there are none.
     """
 
-    def __init__(self, num_shards: int, *, one_at_a_time: bool = False) -> None:
+    def __init__(
+        self, num_shards: int, *, one_at_a_time: bool = False, meet: Meet | None = None
+    ) -> None:
         self._num_shards = num_shards
+        self._meet = meet
+        self._results: dict[Key, list[Any] | Exception] = {}
         self._serial = one_at_a_time
         self._turn = 0
         self._changed = threading.Condition()
@@ -65,6 +79,7 @@ class Group:
 
         Raises:
             RuntimeError: the shards wait for different things: their code paths differ.
+            RankError: so do the ranks, or one is gone.
         """
         with self._changed:
             box = self._boxes.setdefault(key, {})
@@ -81,11 +96,25 @@ class Group:
                     )
                 self._changed.wait()
             self._waiting.pop(index, None)
+            if key not in self._results:
+                self._results[key] = self._collect(key, box)
+            found = self._results[key]
             self._readers[key] = self._readers.get(key, 0) + 1
             if self._readers[key] == len(box):  # the last reader clears the table
-                del self._boxes[key], self._readers[key]
+                del self._boxes[key], self._readers[key], self._results[key]
             self._wait_for_turn(index)
-            return [box.get(shard) for shard in range(self._num_shards)]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _collect(self, key: Key, box: dict[int, Any]) -> list[Any] | Exception:
+        values = [box.get(shard) for shard in range(self._num_shards)]
+        if self._meet is None:
+            return values
+        try:
+            return self._meet(key, values)
+        except Exception as error:  # every shard that waits here is to get it
+            return error
 
     def _is_complete(self, key: Key) -> bool:
         box = self._boxes.get(key)
@@ -125,7 +154,7 @@ def current_group() -> Group | None:
     return None if _current.member is None else _current.member[0]
 
 
-def all_reduce(value: Tensor, total: Total, place: int = 0) -> Tensor:
+def sum_shards(value: Tensor, total: Total, place: int | str = "") -> Tensor:
     """Return the sum of every shard's ``value``, the same in every shard. Differentiable.
 
     Args:
@@ -136,30 +165,76 @@ def all_reduce(value: Tensor, total: Total, place: int = 0) -> Tensor:
     Exactness: every shard gets the same bits. The gradient of a sum is the sum of the gradients
         that arrive in all shards; any order of derivative is a sum again.
     """
-    assert _current.member is not None
+    return _reduce(value, total, _next_key(place))
+
+
+def join_shards(value: Tensor, dim: int, total: Total, place: int | str) -> Tensor:
+    """Return all shards' values end to end along ``dim``, in every shard. Differentiable.
+
+    Args:
+        value: this shard's part; the others' agree in all other dims.
+        dim: along which.
+        total, place: as for :func:`sum_shards`.
+
+    Exactness: the values' own bits. The gradient of this shard's part is the sum of the gradients
+        that arrive for it in all shards.
+    """
+    joined: Tensor = _Join.apply(value, dim, total, _next_key(place))  # type: ignore[no-untyped-call]  # torch's
+    return joined
+
+
+def _next_key(place: int | str) -> Key:
+    if _current.member is None:
+        raise MeetingNeeded
     _, _, counter = _current.member
     counter[0] += 1
-    return _reduce(value, total, ("forward", counter[0], place))
+    return "forward", counter[0], place
 
 
-class _AllReduce(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     """A sum over shards whose backward is a sum over shards: R <-> P."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, total: Total, key: Key) -> Tensor:
-        assert _current.member is not None
-        group, index, _ = _current.member
         ctx.total, ctx.key, ctx.num_backwards = total, key, 0
-        parts = [part for part in group.exchange(index, key, value) if part is not None]
+        parts = [part for part in _exchange(key, value) if part is not None]
         return total(parts) if len(parts) > 1 else parts[0].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.num_backwards += 1  # each shard passes here equally often, so the keys agree
-        key = (*ctx.key, "backward", ctx.num_backwards)
-        return _reduce(gradient, ctx.total, key), None, None
+        return _reduce(gradient, ctx.total, _backward_key(ctx)), None, None
+
+
+class _Join(torch.autograd.Function):
+    """Every shard gets all parts: S -> R; its backward is a sum, and a part of that."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dim: int, total: Total, key: Key) -> Tensor:
+        shard = current_shard()
+        assert shard is not None
+        ctx.total, ctx.key, ctx.num_backwards = total, key, 0
+        parts = _exchange(key, value)
+        before = sum(part.size(dim) for part in parts[: shard.index] if part is not None)
+        ctx.place = (dim, before, value.size(dim))
+        return torch.cat([part.to(value.device) for part in parts if part is not None], dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        summed = _reduce(gradient, ctx.total, _backward_key(ctx))
+        return summed.narrow(*ctx.place), None, None, None
+
+
+def _backward_key(ctx: Any) -> Key:
+    ctx.num_backwards += 1  # each shard passes here equally often, so the keys agree
+    return (*ctx.key, "backward", ctx.num_backwards)
+
+
+def _exchange(key: Key, value: Any) -> list[Any]:
+    assert _current.member is not None
+    group, index, _ = _current.member
+    return group.exchange(index, key, value)
 
 
 def _reduce(value: Tensor, total: Total, key: Key) -> Tensor:
-    summed: Tensor = _AllReduce.apply(value, total, key)  # type: ignore[no-untyped-call]  # torch's
+    summed: Tensor = _Sum.apply(value, total, key)  # type: ignore[no-untyped-call]  # torch's
     return summed

@@ -23,19 +23,19 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from samestep.changes import Changes
 from samestep.errors import DrawWarning, StateWarning
 from samestep.replicas import ReplicaSet
 from samestep.rng import Draws, Watch
 from samestep.snapshot import show_path
-from samestep.state import Changes
 
-__all__ = ["Habits", "Trial", "Verdict"]
+__all__ = ["Facts", "Habits", "Trial", "Verdict"]
 
 
 class Verdict(enum.Enum):
@@ -44,6 +44,22 @@ class Verdict(enum.Enum):
     STANDS = "its outputs and state are the call's"
     AGAIN = "run the shards again, now that more is known"
     WHOLE = "run the whole batch on the source module"
+
+
+class Facts(NamedTuple):
+    """What was seen of an attempt in one process.
+
+    Attributes:
+        written: names of parameters that the forward wrote.
+        has_moved: whether the default generator moved other than by the call's own draw.
+        drawn: the seed that was drawn; None if none was.
+        has_drawn: whether any generator was drawn from, or may be.
+    """
+
+    written: list[str]
+    has_moved: bool
+    drawn: int | None
+    has_drawn: bool
 
 
 class Habits:
@@ -59,6 +75,7 @@ class Habits:
         self._drawing = "intercept"
         self._generation = -1
         self._is_compiled = False
+        self.is_together = False  # whether the shards were seen to meet in forward
         self._compiled: set[Any] = set()  # what torch.compile has seen
 
     def start(
@@ -78,7 +95,7 @@ class Habits:
             self._learn("watch" if self._is_compiled and can_watch else "intercept")
         probe = None if module.training in self._probed_modes else _Probe(module)
         guard = _InputGuard(inputs, can_restore=may_repeat or probe is not None)
-        return Trial(self, self._drawing, probe, guard, module.training, can_watch=can_watch)
+        return Trial(self, module, self._drawing, probe, guard, can_watch=can_watch)
 
     def must_take_turns(self, signature: Any) -> bool:
         """Whether the shards must run one after the other: torch.compile is not thread-safe.
@@ -113,44 +130,62 @@ class Trial:
     def __init__(
         self,
         habits: Habits,
+        module: nn.Module,
         drawing: str,
         probe: _Probe | None,
         guard: _InputGuard,
-        mode: bool,
         *,
         can_watch: bool,
     ) -> None:
         self._habits = habits
+        self._module = module
         self._guard = guard
         self._probe = probe
-        self._mode = mode
+        self._mode = module.training
         self._can_watch = can_watch
         self._watch = Watch()
         self.drawing: Any = drawing
         self.draws = Draws(peek=drawing == "watch")
 
-    def judge(self, changes: Changes) -> Verdict:
-        """Decide, after the forwards, whether the attempt stands; undo it if not."""
+    def look(self) -> Facts:
+        """What was seen in this process; ask after the forwards."""
+        # By value, as a write through .data has no version.
+        return Facts(
+            [] if self._probe is None else self._probe.written(),
+            self._can_watch and self._watch.has_moved(self.draws),
+            self.draws.drawn,
+            self.draws.is_used or self._habits._replicas.has_generator,
+        )
+
+    def judge(self, changes: Changes, facts: Sequence[Facts], rows: Sequence[int]) -> Verdict:
+        """Decide, after the forwards, whether the attempt stands; undo it if not.
+
+        Args:
+            changes: what the forwards wrote.
+            facts: of every process.
+            rows: B_k of each shard.
+        """
         written: list[Tensor] = []
         if self._probe is not None:
-            # By value, as a write through .data has no version; and by version, as it may write
-            # the very values that were there.
-            written = [*self._probe.written(), *(link.source for link in changes.raced)]
+            # And by version, as a forward may write the very values that were there.
+            own = dict(self._module.named_parameters())
+            written = [own[name] for name in _unite(found.written for found in facts)]
+            written += [link.source for link in changes.raced]
         is_first = self._probe is not None
-        if written or changes.is_structural or (is_first and changes.is_flagged):
+        if written or changes.is_structural or (is_first and changes.is_flagged(rows)):
             # It initialises itself from the batch it sees, or adds a part that all shards share.
             self.undo()
             self._habits._replicas.clear()  # the whole batch will write what no version tells of
             self._habits._probed(written, self._mode)
             self.restore_inputs()
             return Verdict.WHOLE
-        if self._can_watch and self._watch.has_moved(self.draws) and self.drawing != "swap":
+        if any(found.has_moved for found in facts) and self.drawing != "swap":
             self.undo()
             self._habits._learn(self._escalated())
             self.restore_inputs()
             return Verdict.AGAIN
         self._habits._probed(self._find_raced(changes), self._mode)
-        has_drawn = self.draws.is_used or self._habits._replicas.has_generator
+        has_drawn = any(found.has_drawn for found in facts)
         if self._can_watch and self.drawing == "intercept" and not has_drawn:
             self._habits._learn("watch")
         return Verdict.STANDS
@@ -235,20 +270,25 @@ class _Probe:
 
     def __init__(self, module: nn.Module) -> None:
         with torch.no_grad(), torch.inference_mode(False):
-            self._saved: list[tuple[nn.Parameter, Tensor]] = [
-                (parameter, parameter.detach().clone()) for parameter in module.parameters()
+            self._saved: list[tuple[str, nn.Parameter, Tensor]] = [
+                (name, parameter, parameter.detach().clone())
+                for name, parameter in module.named_parameters()
             ]
 
-    def written(self) -> list[nn.Parameter]:
+    def written(self) -> list[str]:
         """The parameters whose values are not what they were."""
-        return [parameter for parameter, saved in self._saved if not _is_equal(parameter, saved)]
+        return [name for name, parameter, saved in self._saved if not _is_equal(parameter, saved)]
 
     def restore(self) -> None:
         """Put the old values back."""
         with torch.no_grad():
-            for parameter, saved in self._saved:
+            for _, parameter, saved in self._saved:
                 if not _is_equal(parameter, saved):
                     parameter.detach().copy_(saved)
+
+
+def _unite(columns: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(name for column in columns for name in column))
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

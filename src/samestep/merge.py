@@ -41,6 +41,7 @@ def merge(
     outputs: Sequence[Any],
     rows: Sequence[int],
     *,
+    weights: Sequence[int] | None = None,
     dim: int = 0,
     out_dims: Any = None,
     reduction: str = "mean",
@@ -59,6 +60,7 @@ def merge(
     Args:
         outputs: one output tree per shard.
         rows: r_k, the rows of each shard.
+        weights: what means are weighted by; ``rows`` if None.
         dim: the dim that counts rows where ``out_dims`` is silent.
         out_dims: a dim, or ``"mean"`` (weighted by rows), ``"sum"``, ``"first"``, ``"list"``, as a
             prefix of the output tree or by path: ``{"aux/loss": "sum"}``. A dim, ``"mean"`` and
@@ -100,10 +102,11 @@ def merge(
             return move_tree(outputs[0], target)
         if whole is None and _are_plain(outputs, rows, dim, target):
             return torch.cat(tuple(outputs), dim)
-    num_rows = sum(rows)
-    weights = tuple(r / num_rows if num_rows else 1 / len(rows) for r in rows)
+    counts = rows if weights is None else weights
+    num_rows = sum(counts)
+    shares = tuple(r / num_rows if num_rows else 1 / len(rows) for r in counts)
     adder = naive_sum if total is None else total
-    joining = Joining(tuple(rows), weights, dim, reduction, target, adder, whole, strict)
+    joining = Joining(tuple(rows), shares, dim, reduction, target, adder, whole, strict)
     return _merge_node(joining, list(outputs), out_dims, ())
 
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from samestep.errors import ReplicaError
-from samestep.group import all_reduce, current_group
+from samestep.errors import RankError, ReplicaError
+from samestep.group import current_group, sum_shards
 from samestep.reduce import tree_sum
 
 __all__ = [
@@ -55,9 +55,10 @@ class CallStatistics:
 
 @dataclass
 class NormRecord:
-    """The calls of one BatchNorm replica in one step."""
+    """The calls of one BatchNorm replica in one step; ``index``: the how manieth it is."""
 
     module: nn.Module
+    index: int
     calls: list[CallStatistics] = field(default_factory=list)
 
 
@@ -72,7 +73,8 @@ def is_norm_refusal(error: BaseException) -> bool:
     The plain module runs on the whole batch, so a batch that happens to end in such a shard must
     not stop a training.
     """
-    return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
+    kinds = (ValueError, RankError)  # the second: in another rank
+    return isinstance(error, kinds) and "more than 1 value per channel" in str(error)
 
 
 def install(pairs: Sequence[tuple[nn.Module, nn.Module]], *, sync: bool) -> list[NormRecord]:
@@ -85,12 +87,12 @@ def install(pairs: Sequence[tuple[nn.Module, nn.Module]], *, sync: bool) -> list
     Returns:
         One record per BatchNorm replica, in the order of ``pairs``.
     """
-    records = []
+    records: list[NormRecord] = []
     for source, replica in pairs:
         if isinstance(replica, _BatchNorm) and not isinstance(replica, torch.jit.ScriptModule):
             if "forward" in source.__dict__:
                 continue  # somebody gave this one module another forward: it is theirs
-            found = NormRecord(source)
+            found = NormRecord(source, len(records))
             forward = type(replica).forward
             if sync and forward not in _KNOWN_FORWARDS:
                 raise ReplicaError(
@@ -143,8 +145,8 @@ def synchronise(
     shape = [1, -1] + [1] * (batch.dim() - 2)
     wide = batch if batch.dtype in (torch.float32, torch.float64) else batch.float()
     rows = wide.new_full((1,), wide.numel() // wide.size(1))
-    place = id(found.module)
-    first = all_reduce(torch.cat([wide.sum(dims), rows]), tree_sum, place)
+    place = f"BatchNorm {found.index}"
+    first = sum_shards(torch.cat([wide.sum(dims), rows]), tree_sum, place)
     count = first[-1].detach()
     if count <= 1:
         raise ValueError(
@@ -152,7 +154,7 @@ def synchronise(
         )
     mean = first[:-1] / count
     centred = wide - mean.view(shape)
-    variance = all_reduce((centred * centred).sum(dims), tree_sum, place) / count
+    variance = sum_shards((centred * centred).sum(dims), tree_sum, place) / count
     output = centred * torch.rsqrt(variance + module.eps).view(shape)
     if module.weight is not None:
         output = output * module.weight.view(shape)

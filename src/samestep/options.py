@@ -38,6 +38,9 @@ class Options:
     sync_batch_norm: bool
     recompute: bool
     threads_per_replica: int
+    workers: int | None
+    batch: str
+    num_ranks: int
 
     def __post_init__(self) -> None:
         for name in ("dim", "threads_per_replica"):
@@ -47,6 +50,17 @@ class Options:
         if self.threads_per_replica < 1:
             raise ValueError(
                 f"threads_per_replica must be at least 1, got {self.threads_per_replica}"
+            )
+        if self.workers is not None and (
+            isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1
+        ):
+            raise ValueError(f"workers must be a whole number of at least 1, got {self.workers!r}")
+        if self.batch not in ("global", "local"):
+            raise ValueError(f"batch is {self.batch!r}; it must be 'global' or 'local'")
+        if self.batch == "local" and len(self.slots) < self.num_ranks:
+            raise ValueError(
+                f"batch='local' needs a slot in every rank (slots: {len(self.slots)}, ranks: "
+                f"{self.num_ranks}); pass replicas={self.num_ranks} or more"
             )
         plan_sizes(len(self.slots), len(self.slots), self.split)  # raises for a bad split
         if not isinstance(self.split, str):

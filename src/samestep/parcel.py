@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,18 +29,19 @@ class Parcel(NamedTuple):
     tensors: list[Tensor]
 
 
-def pack(value: Any, own: Mapping[int, str]) -> Parcel:
+def pack(value: Any, own: Mapping[int, str], hollow: Container[int] = ()) -> Parcel:
     """Pack ``value``.
 
     Args:
         value: anything that pickles.
         own: by id of an object that both sides have, its name.
+        hollow: ids of tensors that are sent without their values: they arrive on "meta".
 
     Raises:
         TypeError: something in it cannot be pickled.
     """
     buffer = io.BytesIO()
-    packer = _Packer(buffer, own)
+    packer = _Packer(buffer, own, hollow)
     try:
         packer.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -67,10 +68,11 @@ def unpack(data: bytes, tensors: Sequence[Tensor], own: Mapping[str, Any]) -> An
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, own: Mapping[int, str]) -> None:
+    def __init__(self, buffer: io.BytesIO, own: Mapping[int, str], hollow: Container[int]) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self._own = own
+        self._hollow = hollow
         self._numbers: dict[int, int] = {}
         self._plain: dict[int, Tensor] = {}  # tensors to be pickled in torch's own way
 
@@ -84,6 +86,8 @@ class _Packer(pickle.Pickler):
             plain = value.detach()
             self._plain[id(plain)] = plain
             return plain, value.requires_grad
+        if id(value) in self._hollow:
+            return (id(value), tuple(value.shape), value.dtype), value.requires_grad
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.tensors)
             self.tensors.append(value)
@@ -97,10 +101,21 @@ class _Unpacker(pickle.Unpickler):
         super().__init__(buffer)
         self._tensors = tensors
         self._own = own
+        self._hollow: dict[int, Tensor] = {}
 
     def persistent_load(self, found: Any) -> Any:
         if isinstance(found, str):
             return self._own[found]
         what, requires_grad = found
-        tensor: Tensor = self._tensors[what] if isinstance(what, int) else what
+        tensor = self._find(what)
         return tensor.requires_grad_() if requires_grad else tensor
+
+    def _find(self, what: Any) -> Tensor:
+        if isinstance(what, Tensor):
+            return what
+        if isinstance(what, int):
+            return self._tensors[what]
+        number, shape, dtype = what
+        if number not in self._hollow:
+            self._hollow[number] = torch.empty(shape, dtype=dtype, device="meta")
+        return self._hollow[number]

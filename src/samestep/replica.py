@@ -105,6 +105,10 @@ class Replica:
         self._written = written
         self.rows = rows
         self._by_copy: dict[int, Link] = {}
+        # Made when they are asked for, and again when tensors changed.
+        self._links_by_path: dict[str, Link] | None = None
+        self._objects: dict[str, Any] | None = None
+        self._names: dict[int, str] = {}
         self._targets: dict[int, Any] = {}
         self.source = source
         self.home = home_device(source)
@@ -134,10 +138,45 @@ class Replica:
         link = self._by_copy.get(id(value))
         return self.follower.original(value) if link is None else link.source
 
+    def path_of(self, key: int) -> str | None:
+        """The path of the tensor whose copy has this id; None for any other."""
+        link = self._by_copy.get(key)
+        return None if link is None else link.path
+
     def target(self, cell: Any) -> Any:
         """Return this replica's copy of a source cell; None if it has none."""
         index = self._targets.get(id(cell))
         return None if index is None else self.follower.cells[index][1]
+
+    def name_cell(self, index: int) -> tuple[str, int]:
+        """A name for a cell that is the same in every process: its path, and which with that."""
+        path = self.follower.paths[index]
+        return path, self.follower.paths[:index].count(path)
+
+    def find_cell(self, path: str, number: int) -> Any:
+        """Return the source cell of that name."""
+        found = [i for i, known in enumerate(self.follower.paths) if known == path]
+        return self.follower.cells[found[number]][0]
+
+    def links_by_path(self) -> dict[str, Link]:
+        """The links by the paths of their tensors."""
+        if self._links_by_path is None:
+            self._links_by_path = {link.path: link for link in self.links.values()}
+        return self._links_by_path
+
+    def source_objects(self) -> dict[str, Any]:
+        """The source's tensors and modules, by names that are the same in every process."""
+        if self._objects is None:
+            self._objects = {f"tensor {link.path}": link.source for link in self.links.values()}
+            for name, module in self.source.named_modules():
+                self._objects[f"module {name}"] = module
+            self._names = {id(value): name for name, value in self._objects.items()}
+        return self._objects
+
+    def source_names(self) -> dict[int, str]:
+        """The same, by id."""
+        self.source_objects()
+        return self._names
 
     def update(self, cells: Iterable[Any]) -> int:
         """Bring the copies of these source cells up to date; returns how many there were."""
@@ -156,6 +195,7 @@ class Replica:
         """Sort the links by what must be asked of them at every call. Again when tensors
         changed."""
         self._set_clocks()
+        self._links_by_path, self._objects = None, None
         self._has_hooks = any(
             module._forward_hooks or module._forward_pre_hooks
             for _, module in self.follower.modules

@@ -70,6 +70,8 @@ class ReplicaSet:
         self._source: nn.Module | None = None
         self._written: dict[int, Tensor] = {}
         self._carried = Carried()
+        #: Per shard of the last call, its rows of tensors on the module; empty if there are none.
+        self.carried: list[dict[int, Rows]] = []
         #: Counts up whenever a module was exchanged or train()/eval() was called.
         self.generation = 0
         self.clear()
@@ -132,6 +134,7 @@ class ReplicaSet:
         slots: Sequence[Slot],
         *,
         sizes: Sequence[int] = (),
+        shards: Sequence[int] | None = None,
         force: bool = False,
     ) -> list[Replica]:
         """Return the replicas of ``slots``, equal to ``source`` as it is now.
@@ -139,7 +142,8 @@ class ReplicaSet:
         Args:
             source: the source module.
             slots: those that have a shard in this call.
-            sizes: B_k of each; needed where state is carried from call to call, row by row.
+            sizes: B_k of each shard; needed where state is carried from call to call, row by row.
+            shards: which of those shards the slots run; None: all, in order.
             force: copy every tensor that is held as a copy, whatever its version says.
 
         Raises:
@@ -148,7 +152,9 @@ class ReplicaSet:
         if source is not self._source:
             self.clear()
             self._source = source
-        plans = self._carried.plan(sizes) if self._carried else [{}] * len(slots)
+        self.carried = self._carried.plan(sizes) if self._carried else []
+        places = range(len(slots)) if shards is None else shards
+        plans = [self.carried[k] if self.carried else {} for k in places]
         for slot, rows in zip(slots, plans, strict=True):
             self._cut_anew(slot, rows)
         if self._snapshot is not None and not (self._follow() and self._follow_tensors()):

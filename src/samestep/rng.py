@@ -101,6 +101,16 @@ class Draws:
         """Whether a seed was drawn."""
         return bool(self._seeds)
 
+    @property
+    def drawn(self) -> int | None:
+        """What was drawn from the default generator; None if nothing was."""
+        return self._seeds.get(id(_REAL))
+
+    def draw(self) -> None:
+        """Draw from the default generator, if that was not done yet."""
+        self._peek = False
+        self.seed(_REAL, 0)
+
     def seed(self, generator: torch.Generator, index: int) -> int:
         """Return shard ``index``'s seed from ``generator``, drawing once per generator and call."""
         global _num_seeds

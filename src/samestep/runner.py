@@ -17,6 +17,7 @@ import torch
 from samestep.context import CallerContext, Shard
 from samestep.engine import Engine, Job
 from samestep.rng import Draws, Stream
+from samestep.spread import Spread
 
 __all__ = ["Runner"]
 
@@ -28,37 +29,45 @@ class Runner:
     Attributes:
         engine: runs the jobs.
         shards: the shards of the call.
-        streams: their random numbers.
+        streams: their random numbers, from ``draws``.
         drawing: how those are ruled, see :mod:`samestep.rng`.
         together: whether the shards exchange values.
         home: the device of the source module.
         lock: held while leaves of the replicas accumulate gradients.
+        spread: which ranks have the call's shards; ``shards`` are this rank's.
     """
 
     engine: Engine
     shards: Sequence[Shard]
     streams: Sequence[Stream]
+    draws: Draws
     drawing: Any
     together: bool
     home: torch.device
     lock: threading.RLock
+    spread: Spread
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per shard, in the caller's context; return the values in order."""
         return self._run(functions, self.streams, self.drawing, None)
 
     def run_backward(
-        self, functions: Sequence[Callable[[], Any]], inline: torch.device | None
+        self, functions: Sequence[Callable[[], Any]], inline: torch.device | None, draws: Draws
     ) -> list[Any]:
         """Run the shards' backwards; ``inline`` is a device whose shards must run in this
-        thread."""
-        if self.drawing != "watch":
+        thread, ``draws`` comes from :meth:`backward_draws`."""
+        if draws is self.draws:
             return self._run(functions, self.streams, self.drawing, inline)
-        # A model whose forward draws nothing may draw in backward (noise on gradients). Python code
-        # is rare there, so looking at it costs nothing.
-        draws = Draws()
         streams = [Stream(draws, shard.index) for shard in self.shards]
         return self._run(functions, streams, "intercept", inline)
+
+    def backward_draws(self) -> Draws:
+        """The source of seeds for one backward."""
+        if self.drawing != "watch":
+            return self.draws
+        # A model whose forward draws nothing may draw in backward (noise on gradients). Python code
+        # is rare there, so looking at it costs nothing.
+        return Draws()
 
     def _run(
         self,
@@ -72,4 +81,10 @@ class Runner:
             for shard, function, stream in zip(self.shards, functions, streams, strict=True)
         ]
         context = CallerContext(self.home)
-        return self.engine.run(jobs, context, together=self.together, inline=inline)
+        return self.engine.run(
+            jobs,
+            context,
+            together=self.together,
+            meet=None if self.spread.is_alone else self.spread.meet,
+            inline=inline,
+        )

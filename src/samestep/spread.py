@@ -11,8 +11,8 @@ Must not: know modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,17 +21,13 @@ from samestep.comm import Comm, Failure
 from samestep.errors import RankError
 from samestep.parcel import pack, unpack
 from samestep.reduce import Node, sum_slices
+from samestep.rng import Draws
 from samestep.slices import Summing
 
-__all__ = ["Spread", "owner_of_slot"]
+__all__ = ["Spread"]
 
 T = TypeVar("T")
 MaybeTensors = list[Tensor | None]
-
-
-def owner_of_slot(slot: int, num_slots: int, num_ranks: int) -> int:
-    """The rank that slot k belongs to: contiguous runs whose lengths differ by at most one."""
-    return slot * num_ranks // num_slots
 
 
 @dataclass(frozen=True)
@@ -41,15 +37,18 @@ class Spread:
     Attributes:
         comm: the line to the other ranks.
         owners: the rank of each shard, ascending.
+        sizes: B_k of each shard.
         place: names the call, in every message: ``call 7 of Net on 29 rows``.
         is_local: each rank's caller has its own rows only, and gets its own outputs only.
+        dim: the dim that counts rows.
     """
 
     comm: Comm
     owners: Sequence[int]
+    sizes: Sequence[int]
     place: str = ""
     is_local: bool = False
-    _steps: list[int] = field(default_factory=lambda: [0])
+    dim: int = 0
 
     @property
     def is_alone(self) -> bool:
@@ -78,31 +77,40 @@ class Spread:
         """Return what every rank says, in rank order."""
         return [value] if self.is_alone else self.comm.exchange(self.at(what), value)
 
-    def attempt(self, what: str, function: Callable[[], T]) -> T:
-        """Do something that may fail in one rank; if it does, every rank raises.
-
-        Raises:
-            BaseException: what ``function`` raised.
-            RankError: another rank failed.
-        """
-        if self.is_alone:
-            return function()
-        try:
-            found = function()
-        except RankError:
-            raise  # the others know already
-        except Exception as error:
+    def fail(self, what: str, error: BaseException) -> None:
+        """Tell the other ranks that this one failed: in place of what they wait for at ``what``."""
+        if not self.is_alone and not isinstance(error, RankError):  # of those they know already
             self.comm.exchange(self.at(what), describe(error))
-            raise
-        self.check(self.comm.exchange(self.at(what), None))
-        return found
 
-    def check(self, told: Sequence[Any]) -> None:
-        """Raise if another rank told that it failed."""
-        failed = {rank: said.text for rank, said in enumerate(told) if isinstance(said, Failure)}
-        if failed:
-            rank, text = next(iter(failed.items()))
-            raise RankError(f"rank {rank} failed in {self.place}: {text}")
+    def meet(self, key: Sequence[Any], values: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return what every shard brought to a meeting; ``values`` are this rank's shards'."""
+        what = "meeting " + " ".join(map(str, key))
+        present = [value is not None for value in values]
+        tensors = [value for value in values if value is not None]
+        told, found = self.comm.gather(self.at(what), present, tensors)
+        everyone: list[Tensor | None] = []
+        for flags, row in zip(told, found, strict=True):
+            rest = iter(row)
+            everyone += [next(rest) if is_there else None for is_there in flags or ()]
+        return everyone
+
+    def draw_alike(self, draws: Draws, drawn: Sequence[int | None]) -> None:
+        """Let every rank's generator move if one's did; what they drew must agree.
+
+        Args:
+            draws: of this rank.
+            drawn: by rank, what it drew.
+        """
+        seeds = {seed for seed in drawn if seed is not None}
+        if len(seeds) > 1:
+            odd = next(rank for rank, seed in enumerate(drawn) if seed != drawn[0])
+            raise RankError(
+                f"rank {odd} draws other random numbers than rank 0 in {self.place}: their "
+                f"generators differ. Call torch.manual_seed with the same seed in every rank, and "
+                f"draw equally often"
+            )
+        if seeds and draws.drawn is None:
+            draws.draw()
 
     def share(
         self,
@@ -112,6 +120,7 @@ class Spread:
         objects: Mapping[str, Any],
         *,
         note: Any = None,
+        hollow: Container[int] = (),
     ) -> tuple[list[T], list[Any]]:
         """Return every shard's value.
 
@@ -120,6 +129,7 @@ class Spread:
             values: of this rank's shards.
             names, objects: what every rank has a copy of: by id its name, and by name the object.
             note: anything more to tell.
+            hollow: see :func:`samestep.parcel.pack`.
 
         Returns:
             One value per shard (this rank's own are themselves), and every rank's note.
@@ -129,14 +139,14 @@ class Spread:
         """
         if self.is_alone:
             return list(values), [note]
-        data: Any
         try:
-            data, tensors = pack(list(values), names)
+            data, tensors = pack(list(values), names, hollow)
         except TypeError as error:
-            self.comm.gather(self.at(what), describe(error), [])
+            self.fail(what, error)
             raise
-        told, gathered = self.comm.gather(self.at(what), (data, note), tensors)
-        self.check(told)
+        told, gathered = self.comm.gather(
+            self.at(what), (data, note), tensors, follow=not self.mine
+        )
         everyone: list[T] = []
         for rank, ((data, _), found) in enumerate(zip(told, gathered, strict=True)):
             is_mine = rank == self.comm.rank
@@ -166,7 +176,8 @@ class Spread:
             parts = sum_slices(self.num_shards, parts, num_workers, run)
         if self.is_alone:
             return next(iter(parts.values())), [note]
-        return Summing(self.comm, self.num_shards).run(self.at(what), parts, note)
+        summing = Summing(self.comm, self.num_shards, follow=not self.mine)
+        return summing.run(self.at(what), parts, note)
 
 
 def describe(error: BaseException) -> Failure:

@@ -1,8 +1,8 @@
 """What the shards' forwards wrote, brought back to the source module.
 
-What it holds: :func:`collect` (what did each replica change?), and :class:`StateWriter`, which
-decides one value for each change and writes it. Why: replicas are copies, so without this
-``self.counter += 1``, a running statistic or a stored hidden state would be lost, silently.
+What it holds: :class:`StateWriter`, which decides one value for each change and writes it. Why:
+replicas are copies, so without this ``self.counter += 1``, a running statistic or a stored hidden
+state would be lost, silently.
 
 The rules, for a value written by the shards:
 
@@ -24,105 +24,23 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.changes import MISSING, Changes, Entry, find_row_dim
 from samestep.errors import MergeError, StateWarning
-from samestep.links import Link, write
+from samestep.links import write
 from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
-from samestep.replica import Replica
 from samestep.snapshot import refill, set_entry, show_path
-from samestep.tree import iter_leaves
+from samestep.tree import iter_leaves, map_leaves
 
-__all__ = ["BUFFER_RULES", "Changes", "StateWriter", "check_buffers", "collect"]
+__all__ = ["BUFFER_RULES", "StateWriter", "check_buffers"]
 
 BUFFER_RULES = ("merge", "mean", "sum", "first", "max", "min")
-MISSING = object()  # the shard has no such entry
-
-
-@dataclass
-class Entry:
-    """One entry of one source cell that at least one shard changed."""
-
-    cell: Any
-    key: Any  # of a dict; None: a list, set or deque, changed as a whole
-    path: str
-    values: list[Any]  # one per shard, in terms of the source's objects
-    is_buffer: bool
-
-
-@dataclass
-class Changes:
-    """What the forwards of one step wrote.
-
-    Attributes:
-        entries: attributes, container entries, rebound buffers.
-        written: per source tensor written in place, each shard's link to its copy.
-        cells: source cells whose copies differ from them now.
-        is_initialisation: a flag was set, or a module or parameter was made: this forward
-            initialises itself from the data it sees.
-    """
-
-    entries: list[Entry]
-    written: list[list[Link]]
-    cells: list[Any]
-    is_structural: bool
-    is_flagged: bool
-    raced: list[Link]
-    switched: list[Link]
-
-    @property
-    def parted(self) -> list[Tensor]:
-        """Source tensors whose aliases got other memory (``parameter.data = ...`` in forward)."""
-        return [links[0].source for links in self.written if any(link.is_alias for link in links)]
-
-    def values(self) -> list[list[Any]]:
-        """Per shard, the values of all entries: they may be part of the shards' graphs."""
-        if not self.entries:
-            return []
-        num_shards = len(self.entries[0].values)
-        return [[entry.values[k] for entry in self.entries] for k in range(num_shards)]
-
-    def replace(self, values: Sequence[Sequence[Any]]) -> None:
-        """Put other values (the same, tied to the caller's graph) in the place of these."""
-        for i, entry in enumerate(self.entries):
-            entry.values = [row[i] for row in values]
-
-
-def collect(replicas: Sequence[Replica], rows: Sequence[int]) -> Changes:
-    """See what the forwards changed in their replicas, one per shard, with B_k rows each."""
-    keys_written = {id(link.source) for replica in replicas for link in replica.find_written()}
-    written = [[replica.links[key] for replica in replicas] for key in keys_written]
-    changed = [
-        [] if replica.snapshot.is_current() else replica.snapshot.changed() for replica in replicas
-    ]
-    keys: dict[tuple[int, Any], tuple[Any, str]] = {}
-    for replica, indices in zip(replicas, changed, strict=True):
-        for index in indices:
-            source, target = replica.follower.cells[index]
-            before = replica.snapshot.content(index)
-            for key in _changed_keys(target, before):
-                keys[id(source), key] = (source, replica.follower.paths[index])
-    entries = [
-        Entry(cell, key, path, [_read(r, cell, key) for r in replicas], path.endswith("._buffers"))
-        for (_, key), (cell, path) in keys.items()
-    ]
-    cells = {id(cell): cell for cell, _ in keys.values()}
-    return Changes(
-        entries,
-        written,
-        list(cells.values()),
-        is_structural=any(map(_is_structural, entries)),
-        is_flagged=any(_is_flag(entry, rows) for entry in entries)
-        or any(map(_is_flag_set, written)),
-        switched=replicas[0].find_switched(),
-        raced=replicas[0].find_raced(),  # the memory, and with it the version, is the same in all
-    )
 
 
 class StateWriter:
@@ -143,14 +61,14 @@ class StateWriter:
         self._warned: set[str] = set()
 
     def write(
-        self, changes: Changes, replicas: Sequence[Replica], rows: Sequence[int]
+        self, changes: Changes, rows: Sequence[int], own: slice | None = None
     ) -> list[tuple[Any, Any, list[tuple[Tensor, int]]]]:
         """Bring ``changes`` back to the source module.
 
         Args:
             changes: from :func:`collect`, of the shards with rows.
-            replicas: of the same shards.
             rows: B_k of each shard.
+            own: of the batch's rows, those that this process keeps in attributes; None: all.
 
         Returns:
             By cell and key, the tensors written that hold one entry per row, and on which dim.
@@ -161,26 +79,29 @@ class StateWriter:
         done: set[int] = set()
         decided: list[Callable[[], Any]] = []
         carried: list[tuple[Any, Any, list[tuple[Tensor, int]]]] = []
-        for records in zip(*(replica.norms for replica in replicas), strict=True):
+        for records in zip(*changes.norms, strict=True):
             merged = merge_statistics(records)
             for name, value in (merged or {}).items():
                 buffer = getattr(records[0].module, name)
                 done.add(id(buffer))
                 is_counter = name == "num_batches_tracked"
                 decided.append(partial(write, buffer, value, keep_version=not is_counter))
-        for links in changes.written:
-            source = links[0].source
+        for found in changes.written:
+            link, source = found.link, found.link.source
             if id(source) not in done:
-                rule = self._rule(links[0].path)
-                values = [link.copy.detach() for link in links]
-                if links[0].rows is not None:
-                    value = torch.cat([v.to(source.device) for v in values], links[0].rows[0])
+                if link.rows is not None:
+                    parts = [value.to(source.device) for value in found.values]
+                    value = torch.cat(parts, link.rows[0])
                 else:
-                    is_parameter = isinstance(source, nn.Parameter)
                     value = self._merge_buffer(
-                        source, values, rows, rule, links[0].path, by_entry=is_parameter
+                        source,
+                        found.values,
+                        rows,
+                        self._rule(link.path),
+                        link.path,
+                        by_entry=isinstance(source, nn.Parameter),
                     )
-                keeps = links[0].is_unversioned
+                keeps = link.is_unversioned
                 decided.append(partial(write, source, value, keep_version=keeps))
         removed = []
         for entry in changes.entries:
@@ -188,13 +109,16 @@ class StateWriter:
             if value is MISSING:
                 removed.append(entry)
             elif value is not _KEEP:
+                in_rows = _find_rows(value, entry.values, rows)
+                if own is not None and in_rows:
+                    value, in_rows = _keep_rows(value, in_rows, own)
                 decided.append(partial(_write, entry, value))
-                carried.append((entry.cell, entry.key, _find_rows(value, entry.values, rows)))
+                carried.append((entry.cell, entry.key, in_rows))
         with torch.no_grad():
             for action in decided:
                 action()
         for link in changes.switched:
-            link.source.requires_grad_(link.copy.requires_grad)
+            link.source.requires_grad_(not link.source.requires_grad)
         for entry in removed:
             entry.cell.pop(entry.key, None)
         return carried
@@ -219,7 +143,7 @@ class StateWriter:
         is_per_row = (
             is_buffer
             and _is_reshaped(old, entry.values)
-            and _find_row_dim(entry.values, rows) is not None
+            and find_row_dim(entry.values, rows) is not None
         )
         if is_buffer and not is_per_row:
             path = f"{entry.path}.{entry.key}"
@@ -305,92 +229,11 @@ def check_buffers(buffers: Any, module: nn.Module) -> None:
 # Helpers
 # ---------------------------------------------------------------------------
 
-# The dictionaries in which a module keeps its hooks.
-_HOOKS = {name for name in nn.Module().__dict__ if name.endswith(("_hooks", "_hooks_with_kwargs"))}
 _KEEP = object()  # leave the source module's value as it is
-
-
-def _changed_keys(cell: Any, before: Any) -> list[Any]:
-    if not isinstance(cell, dict):
-        return [None]
-    return [
-        key
-        for key in {**before, **cell}
-        if cell.get(key, MISSING) is not before.get(key, MISSING)
-        # torch.compile leaves marks of its own, in whichever replica it compiled.
-        and not (isinstance(key, str) and key.startswith("_dynamo"))
-    ]
-
-
-def _read(replica: Replica, cell: Any, key: Any) -> Any:
-    """What ``replica`` has for this entry, with the source's objects in place of its copies."""
-    target = replica.target(cell)
-    if target is None:
-        return MISSING
-    if key is None:
-        kind = type(target) if type(target) in (list, set) else list
-        return kind(_to_source(replica, value) for value in target)
-    return _to_source(replica, target.get(key, MISSING))
-
-
-def _to_source(replica: Replica, value: Any) -> Any:
-    found = replica.original(value)
-    if found is not value:
-        return found
-    if type(value) in (list, tuple):
-        return type(value)(_to_source(replica, entry) for entry in value)
-    if type(value) is dict:
-        return {key: _to_source(replica, entry) for key, entry in value.items()}
-    return value
-
-
-def _is_structural(entry: Entry) -> bool:
-    """A new module, parameter, buffer or hook: an entry that was not there before."""
-    if entry.key is None or entry.cell.get(entry.key) is not None:
-        return False
-    if entry.is_buffer:
-        return any(isinstance(value, Tensor) for value in entry.values)
-    is_hook = entry.path.rpartition(".")[2] in _HOOKS
-    return is_hook or any(isinstance(value, (nn.Module, nn.Parameter)) for value in entry.values)
-
-
-def _is_flag(entry: Entry, rows: Sequence[int]) -> bool:
-    """An attribute that goes from False to True, or from None to a tensor that is not about
-    rows."""
-    if entry.key is None or entry.key not in entry.cell:
-        return False
-    before, values = entry.cell[entry.key], entry.values
-    if before is None and all(isinstance(value, Tensor) for value in values):
-        return _find_row_dim(values, rows) is None and not _are_equal_tensors(values)
-    return before is False and values[0] is True
-
-
-def _find_row_dim(values: Sequence[Tensor], rows: Sequence[int]) -> int | None:
-    """The first dim that has r_k entries in every shard's value."""
-    for dim in range(values[0].dim()):
-        if all(v.dim() > dim and v.size(dim) == r for v, r in zip(values, rows, strict=True)):
-            return dim
-    return None
 
 
 def _is_reshaped(old: Tensor | None, values: Sequence[Tensor]) -> bool:
     return old is None or any(value.shape != old.shape for value in values)
-
-
-def _are_equal_tensors(values: Sequence[Tensor]) -> bool:
-    return all(v.shape == values[0].shape and torch.equal(v, values[0]) for v in values[1:])
-
-
-def _is_flag_set(links: Sequence[Link]) -> bool:
-    """An integer or bool buffer that was zero everywhere and is not any more."""
-    source, copy = links[0].source, links[0].copy
-    if (
-        source.is_floating_point()
-        or source.is_complex()
-        or links[0].path.endswith(".num_batches_tracked")
-    ):
-        return False
-    return not source.any() and bool(copy.any())
 
 
 def _write(entry: Entry, value: Any) -> None:
@@ -407,10 +250,27 @@ def _find_rows(merged: Any, values: Sequence[Any], rows: Sequence[int]) -> list[
     parts = [[leaf for _, leaf in iter_leaves(value)] for value in values]
     for leaf, *shards in zip((leaf for _, leaf in iter_leaves(merged)), *parts, strict=False):
         if isinstance(leaf, Tensor) and all(isinstance(part, Tensor) for part in shards):
-            dim = _find_row_dim(shards, rows)
+            dim = find_row_dim(shards, rows)
             if dim is not None and leaf.dim() > dim and leaf.size(dim) == sum(rows):
                 found.append((leaf, dim))
     return found
+
+
+def _keep_rows(
+    value: Any, in_rows: Sequence[tuple[Tensor, int]], own: slice
+) -> tuple[Any, list[tuple[Tensor, int]]]:
+    """``value`` with these rows of its tensors only."""
+    dims = {id(tensor): dim for tensor, dim in in_rows}
+    kept: list[tuple[Tensor, int]] = []
+
+    def keep(leaf: Any) -> Any:
+        dim = dims.get(id(leaf))
+        if dim is None:
+            return leaf
+        kept.append((leaf.narrow(dim, own.start, own.stop - own.start), dim))
+        return kept[-1][0]
+
+    return map_leaves(keep, value), kept
 
 
 def _are_equal_values(values: Sequence[Any]) -> bool:

@@ -13,70 +13,116 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.rnn import PackedSequence
 
-from samestep.errors import MergeError, StateWarning
-from samestep.graphs import Edge, Survey, group_outputs, make_edge, survey
+from samestep.changes import Changes
+from samestep.errors import StateWarning
+from samestep.links import Rows
 from samestep.recompute import Recomputation
-from samestep.reduce import tree_sum
+from samestep.reduce import TreeSum, sum_lists
 from samestep.replica import BringHome, Replica
 from samestep.runner import Runner
-from samestep.state import Changes, collect
-from samestep.stitch import ShardGraphs, stitch
+from samestep.sharing import share_forward
+from samestep.tie import map_tensors, tie
 from samestep.tree import map_leaves
 
-__all__ = ["find_tensors", "map_tensors", "renew_lock", "run_shards"]
+__all__ = ["renew_lock", "run_shards"]
 
-T = TypeVar("T")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def run_shards(
     replicas: Sequence[Replica],
-    arguments: Sequence[Arguments],
+    arguments: Sequence[Arguments | None],
     runner: Runner,
     *,
+    model: Replica | None = None,
     method: str | None = None,
     recompute: bool = False,
-) -> tuple[list[Any], Changes]:
+    carried: Sequence[Mapping[int, Rows]] = (),
+    note: Callable[[], Any] = lambda: None,
+) -> tuple[list[Any], Changes, list[Any]]:
     """Run every replica on its shard.
 
     Args:
-        replicas: one per shard.
-        arguments: (args, kwargs) per shard; part of the caller's graph where they require grad.
+        replicas: one per shard that is here (``runner.spread`` says which).
+        arguments: (args, kwargs) per shard of the call; part of the caller's graph where they
+            require grad. None where another rank has the shard and its rows.
         runner: how to run.
+        model: any replica, for a rank without shards; the first one if None.
         method: the method to call; None: the module itself, hooks and all.
         recompute: keep no activations; each forward runs again in its backward.
+        carried: per shard of the call, which rows it has of tensors on the module (by id).
+        note: anything that every rank is to know after the forwards.
 
     Returns:
-        Per shard its output, part of the caller's graph; and what the forwards wrote.
+        Per shard of the call its output, part of the caller's graph; what the forwards wrote; and
+        what each rank noted.
 
     Raises:
         BaseException: what the lowest failing shard raised.
+        RankError: another rank failed, or the ranks are not in step.
     """
-    is_recorded = torch.is_grad_enabled()
-    local: list[list[Tensor]] = [[] for _ in replicas]
-    leaves: list[list[Tensor]] = [[] for _ in replicas]
-    inputs: list[_Inputs] = []
-    if is_recorded and _need_gradient(arguments[0]):
-        inputs = [_Inputs(mine, given) for mine, given in zip(leaves, local, strict=True)]
-        arguments = [
-            map_tensors(one.replace, pair) for one, pair in zip(inputs, arguments, strict=True)
-        ]
+    spread, model = runner.spread, model or replicas[0]
+    local: list[list[Tensor]] = [[] for _ in arguments]
+    leaves: list[list[Tensor | None]] = [[] for _ in arguments]
+    inputs = _watch_inputs(arguments, leaves, local, spread.mine)
+    here = [pair for k in spread.mine if (pair := arguments[k]) is not None]
+    here = [
+        map_tensors(inputs[k].replace, here[j]) if k in inputs else here[j]
+        for j, k in enumerate(spread.mine)
+    ]
+    try:
+        outputs = _run(replicas, here, runner, method, recompute)
+    except Exception as error:
+        spread.fail("forward", error)
+        raise
+    for given in inputs.values():
+        given.check()
+    if torch.is_grad_enabled():
+        _add_carried(replicas, model, leaves, local, spread.mine, carried)
+    told = share_forward(outputs, replicas, model, leaves, runner, note)
+    if told.has_gradients:
+        _collect_gradients(replicas, model, runner)
+    if not torch.is_grad_enabled():
+        return told.outputs, told.changes, told.notes
+    num_shards, changes = spread.num_shards, told.changes
+    trees: list[Any] = told.outputs
+    if changes.entries:
+        trees = list(zip(told.outputs, changes.values(num_shards), strict=True))
+    tied = tie(trees, told.looks, told.graphs, replicas, model, leaves, local, runner)
+    if not changes.entries:
+        return tied, changes, told.notes
+    changes.replace([row for _, row in tied])
+    return [output for output, _ in tied], changes, told.notes
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+def _run(
+    replicas: Sequence[Replica],
+    arguments: Sequence[Arguments],
+    runner: Runner,
+    method: str | None,
+    recompute: bool,
+) -> list[Any]:
+    """Run the forwards of the shards that are here."""
     for replica in replicas:
         replica.begin()
     functions: list[Callable[..., Any]] = [_function(replica, method) for replica in replicas]
     again = [
         Recomputation(replica, function)
         for replica, function in zip(replicas, functions, strict=True)
-        if recompute and is_recorded
+        if recompute and torch.is_grad_enabled()
     ]
     called: Sequence[Callable[..., Any]] = again or functions
     with _no_parametrization_cache():
@@ -88,71 +134,33 @@ def run_shards(
         )
     for one in again:
         one.keep()
-    outputs = [
+    return [
         _in_terms_of_source(replica, output)
         for replica, output in zip(replicas, outputs, strict=True)
     ]
-    for given in inputs:
-        given.check()
-    changes = collect(replicas, [shard.stop - shard.start for shard in runner.shards])
-    if any(replica.has_gradients() for replica in replicas):
-        _collect_gradients(replicas)
-    values = changes.values()
-    if is_recorded and values:
-        tied = _tie(replicas, leaves, local, list(zip(outputs, values, strict=True)), runner)
-        changes.replace([row for _, row in tied])
-        outputs = [out for out, _ in tied]
-    elif is_recorded:
-        outputs = _tie(replicas, leaves, local, outputs, runner)
-    return outputs, changes
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply ``function`` to every tensor of a tree, those inside a PackedSequence included."""
-    if type(tree) is Tensor:
-        return function(tree)
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        if isinstance(leaf, PackedSequence):
-            data = function(leaf.data)
-            return leaf if data is leaf.data else leaf._replace(data=data)
-        return leaf
-
-    return map_leaves(visit, tree)
-
-
-def find_tensors(tree: Any) -> list[Tensor]:
-    """Return every tensor of a tree."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, tree)
-    return found
-
-
-# ---------------------------------------------------------------------------
-# Helpers
-# ---------------------------------------------------------------------------
-
-
-def _collect_gradients(replicas: Sequence[Replica]) -> None:
+def _collect_gradients(replicas: Sequence[Replica], model: Replica, runner: Runner) -> None:
     """Bring home what a forward accumulated by calling ``backward()`` itself."""
-    for key, link in replicas[0].links.items():
-        copies = [replica.links[key].copy for replica in replicas]
-        parts = [copy.grad for copy in copies if copy.grad is not None]
-        if not parts:
-            continue
+    links = sorted(model.links.values(), key=lambda link: link.path)
+    spread = runner.spread
+    sums: TreeSum[list[Tensor | None]] = TreeSum(spread.num_shards, sum_lists)
+    for k, replica in zip(spread.mine, replicas, strict=True):
+        copies = [replica.links[id(link.source)].copy for link in links]
+        found = [copy.grad for copy in copies]
         for copy in copies:
             copy.grad = None
-        with torch.no_grad():
-            total = tree_sum([part.to(link.source.device) for part in parts])
-            before = link.source.grad
-            link.source.grad = total if before is None else before + total
+        homes = [link.source.device for link in links]
+        sums.add(k, [g if g is None else g.to(h) for g, h in zip(found, homes, strict=True)])
+    engine = runner.engine
+    with torch.no_grad():
+        totals, _ = spread.reduce(
+            "gradients in forward", sums.parts(), engine.num_workers, engine.share_work
+        )
+        for link, total in zip(links, totals, strict=True):
+            if total is not None:
+                before = link.source.grad
+                link.source.grad = total if before is None else before + total
 
 
 class _Never:
@@ -214,6 +222,27 @@ def _in_terms_of_source(replica: Replica, output: Any) -> Any:
     return map_leaves(lambda v: replica.original(v) if isinstance(v, kinds) else v, output)
 
 
+def _watch_inputs(
+    arguments: Sequence[Arguments | None],
+    leaves: list[list[Tensor | None]],
+    local: list[list[Tensor]],
+    mine: Container[int],
+) -> dict[int, _Inputs]:
+    """Per shard that has inputs which may require grad, what stands between it and them."""
+    found: dict[int, _Inputs] = {}
+    if not torch.is_grad_enabled():
+        return found
+    for k, pair in enumerate(arguments):
+        if pair is None:
+            continue
+        if not found and not _need_gradient(pair):
+            return found  # what the first does not have, the others do not
+        found[k] = _Inputs(leaves[k], local[k], is_here=k in mine)
+        if k not in mine:
+            map_tensors(found[k].replace, pair)
+    return found
+
+
 def _need_gradient(arguments: Arguments) -> bool:
     """Whether a tensor might require grad; cheap for arguments that are plain tensors."""
     args, kwargs = arguments
@@ -234,14 +263,21 @@ class _Inputs:
         leaves, local: filled with the leaves, and with the tensors that they stand for.
     """
 
-    def __init__(self, leaves: list[Tensor], local: list[Tensor]) -> None:
+    def __init__(self, leaves: list[Tensor | None], local: list[Tensor], *, is_here: bool) -> None:
         self._leaves, self._local = leaves, local
+        self._is_here = is_here
         self._made: dict[int, Tensor] = {}  # a tensor that is given twice stays one object
         self._copies: list[Tensor] = []
 
     def replace(self, tensor: Tensor) -> Tensor:
         """Return what forward gets for ``tensor``."""
         if not tensor.requires_grad:
+            return tensor
+        if not self._is_here:
+            if id(tensor) not in self._made:
+                self._made[id(tensor)] = tensor
+                self._local.append(tensor)
+                self._leaves.append(None)
             return tensor
         if id(tensor) not in self._made:
             leaf = tensor.detach().requires_grad_()
@@ -269,145 +305,22 @@ class _Inputs:
             )
 
 
-def _tie(
-    replicas: Sequence[Replica],
-    leaves: list[list[Tensor]],
-    local: list[list[Tensor]],
-    trees: list[Any],
-    runner: Runner,
-) -> list[Any]:
-    """Put tensors of the caller's graph in the place of the shards' outputs."""
-    found: list[dict[int, Tensor]] = [{} for _ in trees]
-    own = replicas[0].links
-    for tree, outputs in zip(trees, found, strict=True):
-        map_tensors(_note(outputs, own), tree)
-    if not any(found):
-        return trees
-    _add_carried(replicas, leaves, local)
-    edges = [[make_edge(tensor) for tensor in row.values()] for row in found]
-    surveys = [
-        survey(row, {id(leaf) for leaf in mine}) for row, mine in zip(edges, leaves, strict=True)
-    ]
-    tables: list[dict[int, Tensor]] = [{} for _ in trees]
-    for group in group_outputs(surveys):
-        part = _Part(replicas, surveys, group, leaves, local)
-        values = [_pick(list(row.values()), group) for row in found]
-        tied = part.tie(runner, [_pick(row, group) for row in edges], values)
-        for table, row, old in zip(tables, tied, values, strict=True):
-            table.update((id(one), other) for one, other in zip(old, row, strict=True))
-    return [map_tensors(_look_up(table), tree) for tree, table in zip(trees, tables, strict=True)]
-
-
-class _Part:
-    """A group of outputs that become one stitch, and what their graphs end in.
-
-    What no output of the group uses is no input of the stitch: torch walks on behind an input even
-    when no gradient comes, calling hooks and freeing what others may still need.
-    """
-
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        surveys: Sequence[Survey],
-        group: list[int],
-        leaves: list[list[Tensor]],
-        local: list[list[Tensor]],
-    ) -> None:
-        self._used = [
-            {key: leaf for output in _pick(one.leaves, group) for key, leaf in output.items()}
-            for one in surveys
-        ]
-        self._is_reentrant = any(one.is_reentrant for one in surveys)
-        self._is_shared = replicas[0].has_hooks()
-        kept = [
-            [i for i, leaf in enumerate(row) if id(leaf) in used]
-            for row, used in zip(leaves, self._used, strict=True)
-        ]
-        self._leaves = [_pick(row, places) for row, places in zip(leaves, kept, strict=True)]
-        self._local = [_pick(row, places) for row, places in zip(local, kept, strict=True)]
-        self._sources = self._find_sources(replicas)
-        self._replicated = [[r.links[id(s)].copy for s in self._sources] for r in replicas]
-
-    def tie(
-        self, runner: Runner, edges: list[list[Edge]], values: list[list[Tensor]]
-    ) -> list[list[Tensor]]:
-        """Return tensors equal to ``values`` that are part of the caller's graph."""
-        # Parameters from outside of the module, which forward reached by a global variable or a
-        # closure: the shards' graphs end in the user's own tensors.
-        foreign = self._find_foreign()
-        sources = self._sources + foreign
-        if not sources and not any(self._local):
-            return values  # whatever requires grad was made inside: its graph ends there
-        graphs = ShardGraphs(
-            runner=runner,
-            replicated=[[*row, *foreign] for row in self._replicated],
-            local=self._leaves,
-            outputs=[list(row) for row in edges],
-            partials=[[] for _ in edges],
-            # Between the shards' graphs and a foreign leaf there may be a graph of the caller's,
-            # which each shard walks and none may free.
-            is_shared=self._is_shared or bool(foreign),
-            is_reentrant=self._is_reentrant,
-            turns=threading.Lock() if foreign else contextlib.nullcontext(),
-            foreign=foreign,
-        )
-        return stitch(graphs, values, sources, self._local)
-
-    def _find_sources(self, replicas: Sequence[Replica]) -> list[Tensor]:
-        """The source's tensors that a gradient may reach, in the order of the first replica."""
-        sources = []
-        for key, link in replicas[0].links.items():
-            if not link.source.requires_grad or link.rows is not None:
-                continue
-            copies = [replica.links[key].copy for replica in replicas]
-            # What re-entrant checkpointing will reach cannot be seen in the graph beforehand.
-            is_hidden = self._is_reentrant and link.source.grad_fn is None
-            is_used = is_hidden or any(
-                id(copy) in used for copy, used in zip(copies, self._used, strict=True)
-            )
-            if is_used and all(copy.requires_grad for copy in copies):
-                sources.append(link.source)
-        return sources
-
-    def _find_foreign(self) -> list[Tensor]:
-        """Leaves of the shards' graphs that are not the replicas' and not the batch's."""
-        found = {key: leaf for used in self._used for key, leaf in used.items()}
-        for row in (*self._replicated, *self._leaves):
-            for leaf in row:
-                found.pop(id(leaf), None)
-        return [leaf for leaf in found.values() if leaf.requires_grad]
-
-
 def _add_carried(
-    replicas: Sequence[Replica], leaves: list[list[Tensor]], local: list[list[Tensor]]
+    replicas: Sequence[Replica],
+    model: Replica,
+    leaves: list[list[Tensor | None]],
+    local: list[list[Tensor]],
+    mine: Sequence[int],
+    carried: Sequence[Mapping[int, Rows]],
 ) -> None:
     """Add tensors on the module of which each shard has its own rows, where they need gradients."""
-    for replica, mine, given in zip(replicas, leaves, local, strict=True):
-        for link in replica.links.values():
-            if link.rows is not None and link.copy.requires_grad:
-                mine.append(link.copy)
-                given.append(link.source.narrow(*link.rows))
-
-
-def _pick(row: list[T], places: list[int]) -> list[T]:
-    """What lies at these places; a shard may have fewer outputs than another."""
-    return [row[i] for i in places if i < len(row)]
-
-
-def _look_up(table: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: table.get(id(tensor), tensor)
-
-
-def _note(outputs: dict[int, Tensor], own: Container[int]) -> Callable[[Tensor], Tensor]:
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad and id(tensor) not in own:
-            if tensor.is_nested and tensor.layout == torch.strided:
-                raise MergeError(
-                    "an output is a strided nested tensor that needs a gradient, which torch "
-                    "cannot pass through a node of its own; build the batch with "
-                    "torch.nested.nested_tensor(..., layout=torch.jagged)"
-                )
-            outputs[id(tensor)] = tensor
-        return tensor
-
-    return note
+    here = dict(zip(mine, replicas, strict=True))
+    for k, plan in enumerate(carried):
+        for link in sorted(model.links.values(), key=lambda link: link.path) if plan else ():
+            rows = plan.get(id(link.source))
+            if rows is None or not link.copy.requires_grad:
+                continue
+            own = here[k].links[id(link.source)].copy if k in here else None
+            if own is None or own.requires_grad:
+                leaves[k].append(own)
+                local[k].append(link.source.narrow(*rows))

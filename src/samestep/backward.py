@@ -1,0 +1,409 @@
+"""One pass through a stitch, backwards: every shard's gradients, and their sums.
+
+What it holds: :class:`ShardGraphs`, what a stitch knows of the shards' graphs, and
+:class:`Backward`. Guarantees and placements: see :mod:`samestep.stitch`.
+Must not: know modules or batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.context import current_shard
+from samestep.errors import RankError, note_shard
+from samestep.graphs import (
+    ELSEWHERE,
+    Edge,
+    accumulate,
+    differentiate,
+    is_plain_backward,
+    make_edge,
+)
+from samestep.reduce import TreeSum, is_large, sum_lists
+from samestep.rng import Draws
+from samestep.runner import Runner
+
+__all__ = ["MSG_FREED", "Backward", "ShardGraphs", "unflatten"]
+
+Tensors = list[Tensor]
+MaybeTensors = list[Tensor | None]
+
+
+@dataclass
+class ShardGraphs:
+    """The K graphs of one step: their leaves and the edges of their outputs, by placement.
+
+    Lists "per shard" have an entry for every shard of the call; for those of other ranks the
+    entries stand for as many leaves and edges as there are, and lead nowhere (``ELSEWHERE``, None).
+
+    Attributes:
+        runner: how to run their backwards.
+        replicated: per shard, the leaves that stand for R inputs (same length in every shard).
+        local: per shard, the leaves that stand for L inputs.
+        outputs: per shard, the L outputs.
+        partials: per shard, the parts of P outputs (same length; None where a shard has no part).
+            An edge, here and there, is None once it was used and the graph was not kept.
+        is_shared: another stitch, or the caller's own graph, may walk these graphs too: see
+            [Note: who keeps a graph].
+        is_reentrant: see [Note: two ways to differentiate].
+        foreign: leaves among the replicated ones that are the user's own tensors.
+        lock: held by a backward through them: several threads take turns, as at any node of
+            torch's.
+        turns: held while a shard's graph accumulates into leaves that other shards have too.
+    """
+
+    runner: Runner
+    replicated: list[Tensors]
+    local: list[MaybeTensors]
+    outputs: list[list[Edge | None]]
+    partials: list[list[Edge | None]]
+    is_shared: bool = False
+    is_reentrant: bool = False
+    turns: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    foreign: list[Tensor] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def mine(self) -> range:
+        """The shards whose graphs are here."""
+        return self.runner.spread.mine
+
+
+# Makes a stitch: graphs, values of its outputs, its inputs -> its outputs.
+Apply = Callable[[ShardGraphs, MaybeTensors, Tensors], MaybeTensors]
+
+
+class Backward:
+    """One pass through the node, backwards.
+
+    Args:
+        graphs: the shards' graphs.
+        inputs: the node's inputs in the caller's graph.
+        gradients: one per output of the node; None where nothing arrives.
+        needed: per input, whether anybody wants its gradient.
+    """
+
+    def __init__(
+        self,
+        graphs: ShardGraphs,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        needed: Sequence[bool],
+    ) -> None:
+        self.graphs = graphs
+        self.inputs = inputs
+        self.num_shards = len(graphs.outputs)
+        self.num_replicated = len(inputs) - sum(map(len, graphs.local))
+        num_local = sum(map(len, graphs.outputs))
+        self.local_gradients = unflatten(gradients[:num_local], list(map(len, graphs.outputs)))
+        self.sum_gradients = list(gradients[num_local:])
+        self.needed_replicated = list(needed[: self.num_replicated])
+        self.needed_local = unflatten(needed[self.num_replicated :], list(map(len, graphs.local)))
+        device = next(g.device for g in gradients if g is not None)
+        # On an accelerator this runs in the device's own autograd thread, and a nested backward for
+        # the same device waits for that very thread: its shards must run here, inline.
+        self.inline = None if device.type == "cpu" else device
+
+    def run(self, *, is_kept: bool) -> MaybeTensors:
+        """Gradients of the node's inputs, not differentiable."""
+        runner = self.graphs.runner
+        sums: TreeSum[MaybeTensors] = TreeSum(
+            self.num_shards, sum_lists, is_large=is_large if self._may_share_work() else None
+        )
+        # Re-entrant checkpointing refuses to run inside autograd.grad (and for the user's own
+        # autograd.grad it must refuse).
+        is_plain = self.graphs.is_reentrant and is_plain_backward()
+        run = accumulate if is_plain else differentiate
+        cut = sum(self.needed_replicated)
+        turns = self.graphs.turns
+
+        def backward(k: int) -> Callable[[], MaybeTensors]:
+            def work() -> MaybeTensors:
+                # Our own few operations need not pass the function mode that rules random numbers.
+                with torch._C.DisableTorchFunction():
+                    edges, gradients = self._arriving(
+                        k, self.local_gradients[k], self.sum_gradients
+                    )
+                    wanted = self._wanted(k)
+                with turns if is_plain else contextlib.nullcontext():
+                    found = run(edges, gradients, wanted, is_kept)
+                with torch._C.DisableTorchFunction():
+                    sums.add(k, self._to_home(found[:cut]))
+                return found[cut:]
+
+            return work
+
+        draws = runner.backward_draws()
+        # Only leaves that accumulate are state of the replicas. Inside a shard (forward used an
+        # earlier output of the same wrapper) whoever runs that shard holds the lock.
+        is_locked = is_plain and current_shard() is None
+        with runner.lock if is_locked else contextlib.nullcontext():
+            local = self._run_mine(backward, draws)
+        replicated, notes = runner.spread.reduce(
+            "backward",
+            sums.parts(),
+            runner.engine.num_workers,
+            runner.engine.share_work,
+            (draws.drawn, self._fingerprint()),
+        )
+        self._check(draws, notes)
+        if runner.spread.is_alone:
+            return self._spread(replicated, local)
+        return self._spread(replicated, self._share_local(local))
+
+    def run_differentiable(self, apply: Apply) -> MaybeTensors:
+        """Gradients of the node's inputs, themselves outputs of a stitch."""
+        graphs, runner = self.graphs, self.graphs.runner
+        if runner.spread.is_local:
+            raise RuntimeError(_MSG_LOCAL)
+        devices = dict(zip(graphs.mine, (shard.device for shard in runner.shards), strict=True))
+        gradient_leaves = [
+            [_leaf(g, devices[k]) for g in row] if k in devices else row
+            for k, row in enumerate(self.local_gradients)
+        ]
+        sum_leaves = {
+            k: [_leaf(g, device) for g in self.sum_gradients] for k, device in devices.items()
+        }
+        cut = sum(self.needed_replicated)
+
+        def backward(k: int) -> Callable[[], MaybeTensors]:
+            def work() -> MaybeTensors:
+                edges, gradients = self._arriving(k, gradient_leaves[k], sum_leaves[k])
+                found = differentiate(edges, gradients, self._wanted(k), True, True)
+                return self._to_home(found[:cut]) + found[cut:]
+
+            return work
+
+        draws = runner.backward_draws()
+        mine = self._run_mine(backward, draws)
+        found, notes = runner.spread.share("second derivative", mine, {}, {}, note=draws.drawn)
+        self._check(draws, [(drawn, None) for drawn in notes])
+        derived = ShardGraphs(
+            runner=runner,
+            replicated=[
+                graphs.replicated[k] + _present(sum_leaves.get(k, [])) for k in range(len(found))
+            ],
+            local=[
+                leaves + [g for g in gradients if g is not None]
+                for leaves, gradients in zip(graphs.local, gradient_leaves, strict=True)
+            ],
+            outputs=[
+                [_edge(g, k in devices) for g in row[cut:] if _is_recorded(g)]
+                for k, row in enumerate(found)
+            ],
+            partials=[
+                [_edge(g, k in devices) if _is_recorded(g) else None for g in row[:cut]]
+                for k, row in enumerate(found)
+            ],
+            is_shared=True,
+        )
+        graphs.is_shared = True
+        return self._tie(apply, derived, found, cut)
+
+    def _tie(
+        self, apply: Apply, derived: ShardGraphs, found: list[MaybeTensors], cut: int
+    ) -> MaybeTensors:
+        """Put the shards' gradients into the caller's graph, as outputs of a second stitch."""
+        sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists)
+        for k, row in enumerate(found):
+            sums.add(k, [None if g is None else g.detach() for g in row[:cut]])
+        values: MaybeTensors = [g for row in found for g in row[cut:] if _is_recorded(g)]
+        inputs = unflatten(self.inputs[self.num_replicated :], list(map(len, self.graphs.local)))
+        sources: Tensors = [*self.inputs[: self.num_replicated], *_present(self.sum_gradients)]
+        for mine, gradients in zip(inputs, self.local_gradients, strict=True):
+            sources += [*mine, *_present(gradients)]
+        values += sums.result()
+        flat = iter(apply(derived, values, sources))
+        local = [[next(flat) if _is_recorded(g) else g for g in row[cut:]] for row in found]
+        return self._spread(list(flat), local)
+
+    def drop_used(self) -> bool:
+        """Let go of the edges that a gradient came by; whether none are left."""
+        for row, gradients in zip(self.graphs.outputs, self.local_gradients, strict=True):
+            used = zip(row, gradients, strict=True)
+            row[:] = [edge if gradient is None else None for edge, gradient in used]
+        for row in self.graphs.partials:
+            row[:] = [
+                e if g is None else None for e, g in zip(row, self.sum_gradients, strict=True)
+            ]
+        rows = chain(self.graphs.outputs, self.graphs.partials)
+        return not any(edge for row in rows for edge in row)
+
+    # -- One shard ---------------------------------------------------------------------------
+
+    def _wanted(self, k: int) -> Tensors:
+        """Leaves of shard k whose gradients are wanted: R first, then L."""
+        pairs = chain(
+            zip(self.graphs.replicated[k], self.needed_replicated, strict=True),
+            zip(self.graphs.local[k], self.needed_local[k], strict=True),
+        )
+        return [leaf for leaf, is_needed in pairs if is_needed and leaf is not None]
+
+    def _arriving(
+        self, k: int, local: Sequence[Tensor | None], sums: Sequence[Tensor | None]
+    ) -> tuple[list[Edge], Tensors]:
+        """Where gradients enter shard k's graph, and the gradients, on the shard's device."""
+        outputs = self.graphs.outputs[k]
+        if any(e is None and g is not None for e, g in zip(outputs, local, strict=True)):
+            raise RuntimeError(MSG_FREED)
+        pairs = [
+            (edge, gradient.to(edge.device))
+            for edge, gradient in chain(
+                zip(outputs, local, strict=True),
+                zip(self.graphs.partials[k], sums, strict=True),
+            )
+            if edge is not None and gradient is not None
+        ]
+        return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+    # -- All shards --------------------------------------------------------------------------
+
+    def _run_mine(
+        self, backward: Callable[[int], Callable[[], MaybeTensors]], draws: Draws
+    ) -> list[MaybeTensors]:
+        """Run the backwards of the shards that are here; if one fails, the other ranks hear it."""
+        runner = self.graphs.runner
+        what = "second derivative" if torch.is_grad_enabled() else "backward"
+        try:
+            return runner.run_backward([backward(k) for k in self.graphs.mine], self.inline, draws)
+        except Exception as error:
+            if "a second time" in str(error) and isinstance(error, RuntimeError):
+                note_shard(error, _MSG_SIDE_DOOR)
+            runner.spread.fail(what, error)
+            raise
+
+    def _may_share_work(self) -> bool:
+        """Whether several workers, or ranks, are there to add large gradients by slices."""
+        runner = self.graphs.runner
+        return self.inline is None and (len(runner.shards) > 1 and runner.engine.num_workers > 1)
+
+    def _share_local(self, local: list[MaybeTensors]) -> list[MaybeTensors]:
+        """The L gradients of all shards: the caller's graph goes on with those of the whole batch,
+        or of this rank's rows."""
+        spread = self.graphs.runner.spread
+        if spread.is_local:
+            rows = iter(local)
+            return [next(rows) if k in spread.mine else [] for k in range(self.num_shards)]
+        if not any(map(any, self.needed_local)):
+            return [[] for _ in range(self.num_shards)]
+        return spread.share("gradients of inputs", local, {}, {})[0]
+
+    def _fingerprint(self) -> tuple[float, float] | None:
+        """A few of the numbers that arrive, added: in every rank the same, or their losses
+        differ."""
+        if self.graphs.runner.spread.is_alone or self.graphs.runner.spread.is_local:
+            return None
+        picked = [g.detach() for row in self.local_gradients for g in row if g is not None]
+        picked = [g for g in picked if g.layout == torch.strided and g.numel()][:_NUM_PICKED]
+        few = [g.reshape(-1)[:: max(1, g.numel() // _NUM_PICKED)].double() for g in picked]
+        if any(g.is_complex() for g in few):
+            few = [torch.view_as_real(g) if g.is_complex() else g for g in few]
+        return sum(float(g.sum()) for g in few), sum(float(g.abs().sum()) for g in few)
+
+    def _check(self, draws: Draws, notes: Sequence[Any]) -> None:
+        """Keep the ranks' random numbers in step, and see that their losses are."""
+        spread = self.graphs.runner.spread
+        if spread.is_alone:
+            return
+        spread.draw_alike(draws, [drawn for drawn, _ in notes])
+        first, size = notes[0][1] or (0.0, 0.0)
+        for rank, (_, found) in enumerate(notes):
+            # Not bit for bit: another processor may round a loss in another way.
+            if found is not None and abs(found[0] - first) > 1e-3 * max(size, found[1]):
+                raise RankError(
+                    f"rank {rank} computes another loss than rank 0 (the gradients that arrive in "
+                    f"{spread.place} differ): with batch='global' every rank must compute the loss "
+                    f"of the whole batch, with the same targets and the same random numbers"
+                )
+
+    def _to_home(self, gradients: MaybeTensors) -> MaybeTensors:
+        """Move R gradients to the device of the caller's tensor, so that any shard can add them."""
+        sources = [
+            tensor
+            for tensor, is_needed in zip(
+                self.inputs[: self.num_replicated], self.needed_replicated, strict=True
+            )
+            if is_needed
+        ]
+        return [
+            g if g is None else g.to(source.device)
+            for g, source in zip(gradients, sources, strict=True)
+        ]
+
+    def _spread(self, replicated: MaybeTensors, local: list[MaybeTensors]) -> MaybeTensors:
+        """Put the gradients that were wanted in the places of all inputs."""
+        found = chain(replicated, *local)
+        needed = chain(self.needed_replicated, *self.needed_local)
+        return [
+            _complete(next(found), tensor) if is_needed else None
+            for tensor, is_needed in zip(self.inputs, needed, strict=True)
+        ]
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+MSG_FREED = (
+    "Trying to backward through the graph a second time, but the shards' graphs have been freed "
+    "already; pass retain_graph=True to the first backward"
+)
+_MSG_SIDE_DOOR = """\
+Did a tensor leave forward by another way than its output, such as a hook that appends to a list?
+    hook: features.append(output)
+    (model(x).sum() + features[0].sum()).backward()  # walks a shard's graph twice
+Return it from forward, store it on the module, or keep the graph:
+    (model(x).sum() + features[0].sum()).backward(retain_graph=True)"""
+
+
+_MSG_LOCAL = (
+    "create_graph=True is not there for batch='local', where the ranks' losses differ; use "
+    "batch='global'"
+)
+_NUM_PICKED = 64  # of a gradient's entries, to compare ranks by
+
+
+def _edge(tensor: Tensor | None, is_here: bool) -> Edge:
+    assert tensor is not None
+    return make_edge(tensor) if is_here else ELSEWHERE
+
+
+def _is_recorded(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def _complete(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """The gradient as the caller's graph takes it: on the tensor's device, and for a tensor with
+    hooks never None.
+
+    torch runs the hooks behind an input of a node even if no gradient comes, and a hook such as
+    ``lambda g: g.clamp(-1, 1)`` does not expect None: where an output is unused, its gradient is
+    zero.
+    """
+    if gradient is not None:
+        return gradient.to(tensor.device)
+    return torch.zeros_like(tensor) if tensor._backward_hooks else None
+
+
+def _leaf(gradient: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if gradient is None else gradient.detach().to(device).requires_grad_()
+
+
+def _present(tensors: Sequence[Tensor | None]) -> Tensors:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def unflatten(flat: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    result, at = [], 0
+    for length in lengths:
+        result.append(list(flat[at : at + length]))
+        at += length
+    return result

@@ -1,0 +1,189 @@
+"""How one call is spread over ranks: who has which shards, and how this rank's arguments are cut.
+
+What it holds: :func:`open_call`. Why: with the whole batch in every rank the plan of the call says
+it all; where each rank has its own rows, the ranks must first tell each other how many.
+
+Guarantees: every rank finds the same plan. Rows that were cut by :func:`samestep.split_loader` give
+the very shards of the whole batch.
+Must not: cut anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.comm import Comm
+from samestep.devices import owner_of_slot
+from samestep.errors import SplitError
+from samestep.options import Options
+from samestep.plan import SplitPlan, join_single_rows, plan_sizes
+from samestep.spread import Spread
+
+__all__ = ["Call", "join_rows_within", "open_call", "own_slots", "scale_gradients"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call.
+
+    Attributes:
+        plan: of all shards.
+        cut: how this rank's arguments are cut; None if they have no rows.
+        spread: who has which shards.
+    """
+
+    plan: SplitPlan
+    cut: SplitPlan | None
+    spread: Spread
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """B_k of each shard."""
+        return self.plan.sizes or (self.plan.num_rows or 0,)
+
+    @property
+    def own_rows(self) -> slice:
+        """The rows of the batch that this rank's shards have."""
+        mine = self.spread.mine
+        start = sum(self.rows[: mine.start])
+        return slice(start, start + sum(self.rows[k] for k in mine))
+
+    @property
+    def output_rows(self) -> tuple[int, ...]:
+        """Rows of each shard that this rank's caller gets."""
+        if not self.spread.is_local:
+            return self.rows
+        return tuple(size if k in self.spread.mine else 0 for k, size in enumerate(self.rows))
+
+    @property
+    def share(self) -> float:
+        """What part of the batch's rows this rank's caller has."""
+        return sum(self.output_rows) / max(sum(self.rows), 1)
+
+
+def own_slots(comm: Comm, num_slots: int) -> list[int]:
+    """The slots of this rank."""
+    return [k for k in range(num_slots) if owner_of_slot(k, num_slots, comm.num_ranks) == comm.rank]
+
+
+def open_call(comm: Comm, options: Options, plan: SplitPlan, name: str) -> Call:
+    """Find out how a call is spread.
+
+    Args:
+        comm: the line to the other ranks.
+        options: the wrapper's.
+        plan: how this rank's arguments are cut, over all slots or (``batch="local"``) its own.
+        name: of the call.
+
+    Raises:
+        SplitError: with ``batch="local"``, arguments without rows.
+    """
+    if options.batch == "global" or comm.num_ranks == 1:
+        return _make_call(comm, options, plan, plan, name)
+    counts = comm.exchange(f"rows of {name}", plan.num_rows)
+    if plan.num_rows is None:
+        raise SplitError(
+            "nothing in the arguments counts rows, and with batch='local' each rank passes its own "
+            "rows; pass a batch, or use batch='global'"
+        )
+    num_slots, total = len(options.slots), sum(count or 0 for count in counts)
+    by_rank: list[list[int]] = [[] for _ in counts]
+    for k in range(num_slots):
+        by_rank[owner_of_slot(k, num_slots, comm.num_ranks)].append(k)
+    sizes = dict(enumerate(plan_sizes(total, num_slots, options.split)))
+    if any(sum(sizes.get(k, 0) for k in run) != n for run, n in zip(by_rank, counts, strict=True)):
+        # Not cut by our rule: each rank's rows are cut over its own slots.
+        sizes = {}
+        for run, count in zip(by_rank, counts, strict=True):
+            split = options.split
+            if not isinstance(split, str):
+                split = [split[k] for k in run]
+            sizes |= dict(zip(run, plan_sizes(count or 0, len(run), split), strict=False))
+    slots = [k for k, size in sizes.items() if size]
+    whole = SplitPlan(total, tuple(sizes[k] for k in slots), tuple(slots), plan.leaves)
+    if not slots:
+        return _make_call(comm, options, dataclasses.replace(whole, slots=(0,)), None, name)
+    return _make_call(comm, options, whole, plan, name)
+
+
+def join_rows_within(call: Call, comm: Comm, options: Options, name: str) -> Call | None:
+    """Return the call without shards of one row; None if there are none to be joined.
+
+    Where each rank has its own rows, they are joined to those of the same rank only.
+    """
+    if not call.spread.is_local:
+        plan = join_single_rows(call.plan)
+        return None if plan is None else _make_call(comm, options, plan, plan, name)
+    sizes, slots, has_joined = list[int](), list[int](), False
+    pairs = zip(call.spread.owners, call.plan.sizes, call.plan.slots, strict=True)
+    for _, run in itertools.groupby(pairs, key=lambda entry: entry[0]):
+        _, own, places = zip(*run, strict=True)
+        plan = join_single_rows(SplitPlan(sum(own), own, places, ()))
+        has_joined = has_joined or plan is not None
+        sizes += own if plan is None else plan.sizes
+        slots += places if plan is None else plan.slots
+    if not has_joined:
+        return None
+    plan = dataclasses.replace(call.plan, sizes=tuple(sizes), slots=tuple(slots))
+    return _make_call(comm, options, plan, call.cut, name)
+
+
+def scale_gradients(tree: Any, factor: float, mapping: Any) -> Any:
+    """Let the gradients that come back to the tensors of ``tree`` be multiplied by ``factor``.
+
+    Args:
+        tree: any value; 0-dim tensors in it are left alone, they are about the whole batch.
+        factor: 1 changes nothing.
+        mapping: applies a function to every tensor of a tree.
+    """
+    if factor == 1 or not torch.is_grad_enabled():
+        return tree
+
+    def scale(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or not tensor.dim():
+            return tensor
+        scaled: Tensor = _Scale.apply(tensor, factor)  # type: ignore[no-untyped-call]  # torch's
+        return scaled
+
+    return mapping(scale, tree)
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+class _Scale(torch.autograd.Function):
+    """Itself; its gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def _make_call(
+    comm: Comm, options: Options, plan: SplitPlan, cut: SplitPlan | None, name: str
+) -> Call:
+    is_local = options.batch == "local" and comm.num_ranks > 1
+    num_slots = len(options.slots)
+    slots = plan.slots or (0,)
+    owners = [owner_of_slot(k, num_slots, comm.num_ranks) for k in slots]
+    sizes = " ".join(map(str, plan.sizes))
+    place = f"{name} on {plan.num_rows} rows ({sizes})" if comm.num_ranks > 1 else name
+    spread = Spread(comm, owners, plan.sizes or (0,), place, is_local, options.dim)
+    if is_local and cut is not None:
+        mine = spread.mine
+        own = tuple(plan.sizes[k] for k in mine)
+        cut = dataclasses.replace(cut, sizes=own, slots=tuple(plan.slots[k] for k in mine))
+        cut = cut if own else None
+    return Call(plan, cut, spread)
