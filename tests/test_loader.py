@@ -1,6 +1,7 @@
 """Each rank gets its own rows of the plain loader's batches; an epoch can be left and resumed."""
 
 import copy
+import dataclasses
 import itertools
 import random
 import types
@@ -235,15 +236,36 @@ def test_one_rank_gets_the_loaders_own_batches():
     assert all(found is batch for found, batch in zip(split_loader(batches), batches, strict=True))
 
 
+def make_model(num_ranks, module=None, **options):
+    """A wrapper as one rank of several has it."""
+    model = samestep.DataParallel(module or torch.nn.Linear(3, 1), **options)
+    model._samestep_options = dataclasses.replace(
+        model._samestep_options, num_ranks=num_ranks, batch=options.get("batch", "local")
+    )
+    return model
+
+
 def test_the_model_says_how_batches_are_cut():
-    model = samestep.DataParallel(torch.nn.Linear(3, 1), replicas=4, split=[4, 1, 1, 2])
+    model = make_model(2, replicas=4, split=[4, 1, 1, 2])
     loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=8)
     parts = [next(iter(split_for(rank, 2, loader, model)))[0] for rank in range(2)]
     assert [part.tolist() for part in parts] == [[0, 1, 2, 3, 4], [5, 6, 7]]
 
 
+def test_a_model_that_takes_whole_batches_gets_them_on_every_rank():
+    model = make_model(2, replicas=2, batch="global")
+    for rank in range(2):
+        split = split_for(rank, 2, DataLoader(Rows(5), batch_size=4), model)
+        assert [batch["y"].tolist() for batch in split] == [[0, 1, 2, 3], [4]]
+
+
+def test_a_model_of_other_ranks_is_refused():
+    with pytest.raises(ValueError, match="the number of ranks is 3, but the model has 2"):
+        split_for(0, 3, [], make_model(2, replicas=4))
+
+
 def test_batches_that_are_read_whole_are_cut_along_the_models_dim():
-    model = samestep.DataParallel(torch.nn.Identity(), replicas=2, dim=1)
+    model = make_model(2, torch.nn.Identity(), replicas=2, dim=1)
     split = split_for(1, 2, [torch.arange(12).view(2, 6)], model)
     assert next(iter(split)).tolist() == [[3, 4, 5], [9, 10, 11]]
 
@@ -653,6 +675,7 @@ def test_a_sampler_that_is_cut_for_ranks_already_is_refused(make):
         ),
         (ValueError, "replicas is 3, but the model has 2", {"replicas": 3, "model": None}),
         (ValueError, "split is 'balanced', but the model", {"split": "balanced", "model": None}),
+        (ValueError, r"split is \(1, 2\), but the model", {"split": [1, 2], "model": None}),
         (ValueError, "split is 'even'", {"split": "even"}),
         (ValueError, "at least one slot", {"replicas": 0}),
         (ValueError, "in_order=False", {"loader": DataLoader(Rows(4), in_order=False)}),

@@ -28,11 +28,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from samestep.comm import Comm, find_comm
+from samestep.comm import Comm
 from samestep.errors import note_shard
 from samestep.handover import agree, hand_out, read_for_all, wait_together
 from samestep.plain import to_plain
 from samestep.randomness import read_accelerators, read_state, write_accelerators, write_state
+from samestep.rendezvous import find_comm
 from samestep.sealed import unpack, write_sealed
 from samestep.tree import iter_leaves
 

@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from samestep.comm import find_comm
+from samestep.devices import owner_of_slot
 from samestep.module import DataParallel
 from samestep.plan import plan_sizes
 from samestep.position import Tape, check_position, start_of_epoch
 from samestep.randomness import State, read_state, seed_all, write_state
+from samestep.rendezvous import find_comm
 from samestep.split import cut, plan_split
-from samestep.spread import owner_of_slot
 
 __all__ = ["SplitLoader", "rank_rows", "split_loader"]
 
@@ -59,7 +59,8 @@ def split_loader(
     Args:
         loader: a ``DataLoader``, or any iterable of batches. Of a ``DataLoader`` over a map-style
             dataset only this rank's rows are fetched; other batches are read whole and cut.
-        model: the wrapper that K and the split are taken from.
+        model: the wrapper that K and the split are taken from. With ``batch="global"`` it takes
+            whole batches, so nothing is cut then, and only the position is kept.
         replicas: K, if there is no ``model``; None: one per rank.
         split: sizes of the shards, as in ``DataParallel``, if there is no ``model``.
         process_group: the torch.distributed group whose ranks share the batches; None: all.
@@ -74,7 +75,8 @@ def split_loader(
         TypeError: ``loader`` cannot be iterated or is from here already, or ``model`` is no
             ``DataParallel``.
         ValueError: the loader's sampler already gives each rank other rows, or its batches come in
-            no fixed order (``in_order=False``); ``replicas`` or ``split`` contradict ``model``.
+            no fixed order (``in_order=False``); ``replicas``, ``split`` or ``process_group``
+            contradict ``model``.
 
     Exactness:
         The same rows in the same order for every number of ranks. What rows *draw* while they are
@@ -94,16 +96,20 @@ def split_loader(
     if model is not None and not isinstance(model, DataParallel):
         raise TypeError(f"model must be a samestep.DataParallel, got {type(model).__name__}")
     comm = find_comm(process_group)
-    dim = 0
+    rank, num_ranks, dim = comm.rank, comm.num_ranks, 0
     if model is not None:
+        options = model._samestep_options
+        split = split if isinstance(split, str) else tuple(split)
         _check_agrees("replicas", replicas, None, model.num_replicas)
-        _check_agrees("split", split, "chunk", model._samestep_options.split)
-        replicas, split = model.num_replicas, model._samestep_options.split
-        dim = model._samestep_options.dim
+        _check_agrees("split", split, "chunk", options.split)
+        _check_agrees("the number of ranks", num_ranks, None, options.num_ranks)
+        replicas, split, dim = model.num_replicas, options.split, options.dim
+        if options.batch == "global":
+            rank, num_ranks = 0, 1  # every rank passes the whole batch
     _check_loader(loader)
     num_slots = comm.num_ranks if replicas is None else replicas
     plan_sizes(1, num_slots, split)  # refuses what does not fit now, not in the first epoch
-    return SplitLoader(loader, _Share(num_slots, split, comm.rank, comm.num_ranks, dim))
+    return SplitLoader(loader, _Share(num_slots, split, rank, num_ranks, dim))
 
 
 def rank_rows(
@@ -412,7 +418,7 @@ def _check_loader(loader: Any) -> None:
 
 def _check_agrees(name: str, said: Any, default: Any, found: Any) -> None:
     if said != default and said != found:
-        raise ValueError(f"{name} is {said!r}, but the model has {found!r}; leave it out")
+        raise ValueError(f"{name} is {said!r}, but the model has {found!r}; they must agree")
 
 
 def _mix(seed: int, number: int, rank: int) -> int:
