@@ -22,7 +22,13 @@ import samestep
 from samestep import checkpoint, handover, load, save, sealed, split_loader
 from samestep.errors import RankError
 from samestep.plain import to_plain
-from samestep.randomness import find_moved, read_state, write_state
+from samestep.randomness import (
+    find_moved,
+    read_accelerators,
+    read_state,
+    write_accelerators,
+    write_state,
+)
 from samestep.sealed import DamagedError, find_candidates, read_sealed, write_sealed
 
 
@@ -37,18 +43,32 @@ def same(left, right):
     return left == right
 
 
+class Net(nn.Module):
+    """Draws, keeps running statistics and returns a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        )
+
+    def forward(self, rows):
+        return self.layers(rows).square().mean()
+
+
 class Training:
     """Everything a script has, and a step that draws from every generator."""
 
-    def __init__(self, replicas=2):
+    def __init__(self, **options):
         torch.manual_seed(5)
-        inner = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
-        self.model = samestep.DataParallel(inner, replicas=replicas)
+        random.seed(5)
+        numpy.random.seed(5)
+        self.model = samestep.DataParallel(Net(), **{"replicas": 2, **options})
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        rows = TensorDataset(torch.randn(10, 4))
-        self.loader = split_loader(DataLoader(rows, batch_size=4, shuffle=True))
+        rows = TensorDataset(torch.randn(14, 4))
+        self.loader = split_loader(DataLoader(rows, batch_size=5, shuffle=True), self.model)
         self.num_steps, self.losses = 0, []
 
     @property
@@ -67,7 +87,7 @@ class Training:
 
     def step(self, rows):
         self.optimizer.zero_grad()
-        loss = self.model(rows).square().mean()
+        loss = self.model(rows)  # of the whole batch, also if these are a rank's own rows
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -95,7 +115,7 @@ def test_a_training_goes_on_as_if_it_had_never_stopped(tmp_path, stop, backgroun
     if background:
         pending.wait()
 
-    second = Training(replicas=2)
+    second = Training()
     torch.rand(7), random.random(), numpy.random.rand()
     found = load(tmp_path / "last.pt", **second.parts)
     assert found == {"step": stop, "best": [0.5]}
@@ -684,6 +704,20 @@ def test_ranks_hear_of_rank_0_while_it_writes_for_longer_than_they_would_wait(
     assert line.kinds.count("file") > 6
 
 
+def run_ranks(code, *arguments):
+    """Run code on two ranks and return what each printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    processes = [
+        run_python(code, *arguments, env={**shared, "RANK": str(rank)}) for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    return [text for text, _ in told]
+
+
 @pytest.mark.slow
 @pytest.mark.spmd
 def test_real_ranks_save_once_and_resume_alike(tmp_path):
@@ -708,17 +742,90 @@ def test_real_ranks_save_once_and_resume_alike(tmp_path):
         assert [rows.tolist() for (rows,) in loader] == expected[1:]
         print(expected, model.weight.tolist(), torch.rand(1).item())
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    processes = [
-        run_python(code, tmp_path / "last.pt", env={**shared, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    told = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    rows, rest = zip(*(text.split("]] ", 1) for text, _ in told), strict=True)
+    told = run_ranks(code, tmp_path / "last.pt")
+    rows, rest = zip(*(text.split("]] ", 1) for text in told), strict=True)
     assert rest[0] == rest[1]  # the model and the next random number
     assert rows[0] != rows[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.spmd
+def test_a_training_of_two_ranks_goes_on_with_one(tmp_path):
+    """The losses that one rank would have had all along, to the bit."""
+    whole = Training()
+    whole.run(8)
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[2])
+        import samestep
+        from test_checkpoint import Training
+        training = Training(batch="local")
+        training.run(5)
+        samestep.save(sys.argv[1], **training.parts, step=5)
+        print(training.losses)
+    """
+    told = run_ranks(code, tmp_path / "last.pt", os.path.dirname(__file__))
+    assert told[0] == told[1] == f"{whole.losses[:5]}\n"
+    alone = Training()
+    alone.num_steps = load(tmp_path / "last.pt", **alone.parts)["step"]
+    alone.run(8)
+    assert alone.losses == whole.losses[5:]
+    assert same(alone.model.state_dict(), whole.model.state_dict())
+
+
+# --------------------------------------------------------------------------------------------------
+# Accelerators, which this machine need not have
+# --------------------------------------------------------------------------------------------------
+
+
+class Devices:
+    """Stands for torch.cuda: a state per device."""
+
+    def __init__(self, *states):
+        self.states = list(states)
+
+    def device_count(self):
+        return len(self.states)
+
+    def get_rng_state_all(self):
+        return list(self.states)
+
+    def set_rng_state(self, state, device):
+        self.states[device] = state
+
+
+def use_devices(patch, devices, current=0):
+    patch.setattr(torch.accelerator, "current_accelerator", lambda check_available: CUDA)
+    patch.setattr(torch.accelerator, "current_device_index", lambda: current)
+    patch.setattr(torch, "get_device_module", lambda device: devices)
+
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("there", [["x"], ["x", "x"], ["x", "x", "x"]])
+def test_the_accelerators_that_are_there_get_their_states(monkeypatch, there):
+    use_devices(monkeypatch, Devices("a", "b"))
+    state = read_accelerators()
+    devices = Devices(*there)
+    use_devices(monkeypatch, devices)
+    write_accelerators(state)
+    assert devices.states == ["a", "b", "x"][: len(there)]
+
+
+def test_each_ranks_own_accelerator_gets_the_state_of_rank_0s(monkeypatch):
+    use_devices(monkeypatch, Devices("a", "b", "c"), current=1)
+    state = read_accelerators()
+    devices = Devices("x", "x", "x")
+    use_devices(monkeypatch, devices, current=2)
+    write_accelerators(state, only_current=True)
+    assert devices.states == ["x", "x", "b"]
+
+
+def test_a_state_of_another_kind_of_accelerator_is_left(monkeypatch):
+    devices = Devices("x")
+    use_devices(monkeypatch, devices)
+    write_accelerators({})
+    write_accelerators({"kind": "xpu", "states": ["a"], "current": 0})
+    assert devices.states == ["x"]
