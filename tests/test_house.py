@@ -19,10 +19,11 @@ LAYERS = [
     ("what cutting and joining share", "rows dims"),
     (
         "one idea each",
-        "plan join reduce rng context workers comm follow graphs links wrapper",
+        "plan join reduce rng context workers comm follow graphs links wrapper "
+        "randomness plain sealed",
     ),
     ("how shards meet, how ranks do", "group rendezvous"),
-    ("ideas made of these", "collectives split merge norm slices parcel"),
+    ("ideas made of these", "collectives split merge norm slices parcel position handover"),
     ("the shards of a call and the ranks that have them", "spread"),
     ("the module as a slot sees it", "replica"),
     ("all of its replicas, and one that runs twice", "replicas recompute"),

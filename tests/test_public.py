@@ -21,10 +21,13 @@ NAMES = {
     "current_shard",
     "data_parallel",
     "gather",
+    "load",
     "parallel_apply",
     "register_batch_type",
     "replicate",
+    "save",
     "scatter",
+    "split_loader",
 }
 
 SIGNATURES = {
@@ -45,8 +48,17 @@ SIGNATURES = {
         "module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None"
     ),
     "gather": "outputs, target_device, dim=0, *, rows=None, out_dims=None, reduction='mean'",
+    "load": (
+        "path, *, model=None, optimizer=None, scheduler=None, scaler=None, loader=None, "
+        "missing_ok=False, process_group=None, **more"
+    ),
     "parallel_apply": "modules, inputs, kwargs_tup=None, devices=None",
     "register_batch_type": "cls, *, split, merge, rows=None",
+    "save": (
+        "path, *, model=None, optimizer=None, scheduler=None, scaler=None, loader=None, step=None, "
+        "background=False, process_group=None, **more"
+    ),
+    "split_loader": "loader, model=None, *, replicas=None, split='chunk', process_group=None",
 }
 
 # Arguments that torch.nn.parallel has, in its order; what we add comes after them, by keyword.

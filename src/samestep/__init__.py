@@ -6,6 +6,8 @@
 torch.Size([30, 2])
 """
 
+from samestep.checkpoint import load as load
+from samestep.checkpoint import save as save
 from samestep.collectives import all_gather as all_gather
 from samestep.collectives import all_reduce as all_reduce
 from samestep.context import Shard as Shard
@@ -21,6 +23,7 @@ from samestep.functional import gather as gather
 from samestep.functional import parallel_apply as parallel_apply
 from samestep.functional import replicate as replicate
 from samestep.functional import scatter as scatter
+from samestep.loader import split_loader as split_loader
 from samestep.module import DataParallel as DataParallel
 from samestep.module import data_parallel as data_parallel
 from samestep.rendezvous import is_main as is_main
@@ -42,10 +45,13 @@ __all__ = [
     "data_parallel",
     "gather",
     "is_main",
+    "load",
     "parallel_apply",
     "register_batch_type",
     "replicate",
+    "save",
     "scatter",
+    "split_loader",
 ]
 
 __version__ = "0.1.0"

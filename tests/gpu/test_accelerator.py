@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep import DataParallel
+from samestep import DataParallel, load, save
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,3 +115,22 @@ def test_a_module_moved_between_calls_is_followed():
     before = model(x).cpu()
     model.to(device())
     torch.testing.assert_close(model(x.to(device())).cpu(), before)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_opens_without_an_accelerator_and_goes_on_with_one(tmp_path, background):
+    path, model = tmp_path / "last.pt", make_net().to(device())
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3, 8, 8, dtype=torch.float64, device=device())).sum().backward()
+    optimizer.step()
+    pending = save(path, model=model, optimizer=optimizer, background=background)
+    expected = [value.cpu() for value in model.state_dict().values()]
+    numbers = torch.rand(3, device=device())
+    if pending is not None:
+        pending.wait()
+    found = torch.load(path, weights_only=True)["objects"]["model"].values()
+    assert all(map(torch.equal, found, expected))
+    other = make_net().to(device())
+    load(path, model=other, optimizer=torch.optim.Adam(other.parameters()))
+    assert all(map(torch.equal, other.cpu().state_dict().values(), expected))
+    assert torch.equal(torch.rand(3, device=device()), numbers)
