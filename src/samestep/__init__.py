@@ -6,6 +6,7 @@
 torch.Size([30, 2])
 """
 
+from samestep.check import check as check
 from samestep.context import Shard as Shard
 from samestep.context import current_shard as current_shard
 from samestep.devices import Slot as Slot
@@ -31,6 +32,7 @@ __all__ = [
     "Slot",
     "SplitError",
     "StateWarning",
+    "check",
     "current_shard",
     "data_parallel",
     "gather",
