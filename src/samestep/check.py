@@ -20,11 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from samestep.errors import SplitError
 from samestep.findings import Report, Trial
 from samestep.module import DataParallel
 from samestep.observe import Call, copy_module, kept_random_state, run_step
+from samestep.plan import SplitPlan
 from samestep.remedies import Candidate, Failing, list_candidates, search
 from samestep.replica import home_device
 from samestep.trials import Trials
@@ -72,6 +75,7 @@ def check(
         report says which.
 
     Example:
+        >>> import torch
         >>> report = check(nn.Linear(5, 2), torch.randn(8, 5), replicas=(1, 2, 3))
         >>> report.ok
         True
@@ -92,7 +96,7 @@ def check(
             run_step(model, call)
             model = copy_module(model)
         for count in counts:
-            DataParallel(model, replicas=count, **options)  # raises for a wrong option
+            _explain_arguments(model, call, count, options)  # raises for a wrong option
         return _look(Trials(model, call), counts, options)
 
 
@@ -113,15 +117,12 @@ def _look(trials: Trials, counts: Sequence[int], options: dict[str, Any]) -> Rep
             "draw with torch's functions inside forward: Python's and numpy's generators are "
             "shared by all replicas, and which replica draws first is chance"
         )
-    explained = DataParallel(trials.model, replicas=counts[-1], **options).explain(
-        *trials.call.args, **trials.call.kwargs
-    )
     return Report(
         model=type(trials.model).__name__,
-        arguments=explained,
+        arguments=_explain_arguments(trials.model, trials.call, counts[-1], options),
         decided=trials.decided,
         trials=tuple(found),
-        mixing=tuple(mixing),
+        mixing=tuple(map(trials.name, mixing)),
         drawing=tuple(trials.drawing),
         advice=tuple(dict.fromkeys(advice)),
         comparable=not trials.forms_only,
@@ -138,7 +139,11 @@ def _mend(
     if not first.error:
         failing = frozenset((one.kind, one.path) for one in first.unequal)
     outputs = {p: v for (kind, p), v in trials.plain.values.items() if kind == "output"}
-    plan, names = trials.plan(first.replicas, options), trials.parameter_names()
+    names = trials.parameter_names()
+    try:
+        plan = trials.plan(first.replicas, options)
+    except SplitError:  # the user's own in_dims cannot be met: nothing to add to them
+        plan = SplitPlan(None, (), (0,), ())
 
     def list_for(failing: Failing) -> list[Candidate]:
         call = trials.call
@@ -242,11 +247,16 @@ def _explain(left: frozenset[tuple[str, str]], trials: Trials, mixing: Sequence[
                 f"Compute it outside the wrapper, or return sums and counts with out_dims 'sum' "
                 f"and divide outside"
             )
-    if mixing and any(kind in ("output", "gradient", "input gradient") for kind, _ in left):
-        advice.append(
-            f"{mixing[0]} mixes rows, and each replica sees its own rows only; call that part "
-            f"outside the wrapper, where the whole batch is"
-        )
+    if any(kind in ("output", "gradient", "input gradient") for kind, _ in left):
+        modules = dict(trials.model.named_modules())
+        for name in mixing:
+            if isinstance(modules[name], _BatchNorm):
+                way = "sync_batch_norm=True lets it see the whole batch"
+            else:
+                way = "call that part outside the wrapper, where the whole batch is"
+            advice.append(
+                f"{trials.name(name)} mixes rows, and a replica sees its own rows only; {way}"
+            )
     if left and not advice:
         names = ", ".join(path for _, path in sorted(left)[:4])
         advice.append(
@@ -254,6 +264,15 @@ def _explain(left: frozenset[tuple[str, str]], trials: Trials, mixing: Sequence[
             f"be whole, or the other way round?"
         )
     return advice
+
+
+def _explain_arguments(model: nn.Module, call: Call, count: int, options: dict[str, Any]) -> str:
+    """What a call would do with its arguments; one that cannot be cut is a finding, too."""
+    wrapper = DataParallel(model, replicas=count, **options)
+    try:
+        return wrapper.explain(*call.args, **call.kwargs)
+    except SplitError as error:
+        return f"SplitError: {error}"
 
 
 def _check_replicas(replicas: int | Sequence[int]) -> list[int]:

@@ -311,7 +311,9 @@ def _show_values(trials: tuple[Trial, ...]) -> list[str]:
     groups: dict[tuple[str, str], list[tuple[int, Comparison]]] = {}
     for trial in trials:
         for one in trial.comparisons:
-            groups.setdefault((one.kind, one.path), []).append((trial.replicas, one))
+            # What is no tensor is shown where it differs: outputs of some libraries are full of it.
+            if one.shape is not None or not one.equal:
+                groups.setdefault((one.kind, one.path), []).append((trial.replicas, one))
     lines = []
     for kind in dict.fromkeys(kind for kind, _ in groups):
         entries = [entry for (k, _), entry in groups.items() if k == kind]

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from samestep.observe import watch_borders
 from samestep.tree import iter_leaves, map_leaves
@@ -64,8 +65,9 @@ def find_mixing(
 
     def heal(name: str, side: str, values: Any, blamed: str | None) -> Any:
         whole = kept.get(key(name, side), [])
-        if len(whole) != len(list(iter_leaves(values))):
-            return values  # another path through the code, or other containers
+        if len(whole) != len(list(iter_leaves(values))) or _has_packed(values):
+            # Another path through the code, other containers, or rows that are not in order.
+            return values
         expected = iter(whole)
 
         def heal_leaf(leaf: Any) -> Any:
@@ -130,6 +132,11 @@ def _is_close(one: Tensor, two: Tensor, allowed: float) -> bool:
         return torch.equal(one, two)
     scale = max(1e-3, float(two.abs().nan_to_num(0.0, 0.0, 0.0).max())) if two.numel() else 1.0
     return torch.allclose(one, two, rtol=0.0, atol=allowed * scale, equal_nan=True)
+
+
+def _has_packed(values: Any) -> bool:
+    found = iter_leaves(values, is_leaf=lambda value: isinstance(value, PackedSequence))
+    return any(isinstance(leaf, PackedSequence) for _, leaf in found)
 
 
 def _copy(leaf: Any) -> Any:

@@ -18,7 +18,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,23 +111,28 @@ def run_step(
     watch: TorchDispatchMode | None = None,
     seed: int = SEED,
 ) -> Record:
-    """Run forward and backward once, from fixed seeds.
+    """Run forward, and then one step, from fixed seeds.
+
+    Two calls, because a first one is special: modules initialise themselves, and the wrapper lets
+    it run on the whole batch if they do.
 
     Args:
         model: a copy that may be written to; a wrapper or a plain module.
         call: the arguments and the loss.
         dtype: what floating arguments are cast to; None leaves them.
-        watch: a dispatch mode that is active during forward.
+        watch: a dispatch mode that is active during the step's forward.
         seed: of all generators.
 
     Raises:
         TypeError, ValueError: the call's loss is no 0-dim tensor.
         Exception: whatever the module or the loss raises.
     """
-    args, kwargs, leaves = call.copy(dtype)
     source = model.module if isinstance(model, DataParallel) else model
     with use_default_dtype(dtype), torch.enable_grad():
         seed_all(seed)
+        args, kwargs, _ = call.copy(dtype)
+        model(*args, **kwargs)
+        args, kwargs, leaves = call.copy(dtype)
         if watch is None:
             output = model(*args, **kwargs)
         else:
@@ -240,6 +245,8 @@ def _iter_attribute(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str
         return
     if isinstance(value, _SKIPPED) or id(value) in seen:
         return
+    if type(value).__module__.startswith("torch._"):
+        return  # torch's own machinery, such as what a compiled module keeps
     seen.add(id(value))
     if isinstance(value, (set, frozenset)):
         if all(isinstance(entry, _ATOMS) for entry in value):
@@ -263,6 +270,10 @@ def watch_borders(
     """Call ``enter`` with (args, kwargs) and ``leave`` with the output of every submodule's call;
     what they return is used in place of it."""
     handles: list[Any] = []
+    modules = list(model.modules())
+    is_compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in modules)
+    # What is watched runs uncompiled: hooks would be compiled into it, or refused.
+    stance = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
@@ -276,7 +287,8 @@ def watch_borders(
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
     try:
-        yield
+        with stance:
+            yield
     finally:
         for handle in handles:
             handle.remove()

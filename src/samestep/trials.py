@@ -14,13 +14,14 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from samestep.drawing import NoDraws, find_drawing, stop_drawing
-from samestep.errors import DrawWarning, StateWarning
+from samestep.errors import DrawWarning, SplitError, StateWarning
 from samestep.findings import Comparison, Trial, compare, get_allowed
 from samestep.mixing import find_mixing
 from samestep.module import DataParallel
@@ -133,9 +134,10 @@ class Trials:
 
     def try_replicas(self, count: int, options: Options) -> Trial:
         """Run and compare with ``count`` replicas. What a parallel run raises is in the trial."""
-        sizes = self.plan(count, options).sizes
+        sizes: tuple[int, ...] = ()
         caught: list[str] = []
         try:
+            sizes = self.plan(count, options).sizes
             with _caught(caught):
                 decisive = self.compare(count, options)
                 own = decisive
@@ -177,29 +179,45 @@ class Trials:
         return model._plan(None, self.call.args, dict(self.call.kwargs))
 
     def find_mixing(self, options: Options) -> list[str]:
-        """The modules that mix rows, in words."""
+        """The names of the modules that mix rows."""
         if self.forms_only:
             return []
         args, kwargs, _ = self.call.copy(self._cast)
-        plan = plan_split(
-            args,
-            kwargs,
-            num_slots=2,
-            dim=options.get("dim", 0),
-            in_dims=options.get("in_dims"),
-            parameter_names=self.parameter_names(),
-        )
+        try:
+            plan = plan_split(
+                args,
+                kwargs,
+                num_slots=2,
+                dim=options.get("dim", 0),
+                in_dims=options.get("in_dims"),
+                parameter_names=self.parameter_names(),
+            )
+        except SplitError:
+            return []  # said already
         if plan.num_shards < 2:
-            self.notes.append("the batch is not cut: there are no two rows to be kept apart")
+            self.notes.append(
+                "the batch is never cut, so this proves nothing: give check more rows"
+            )
             return []
-        (part_args, part_kwargs), _ = cut(plan, args, kwargs)
+
+        def run(model: nn.Module, *, part: bool) -> None:
+            args, kwargs, _ = self.call.copy(self._cast)  # a forward may write into them
+            if part:
+                (args, kwargs), _ = cut(plan, args, kwargs)
+            model(*args, **kwargs)
+
+        def make() -> nn.Module:
+            model = self._copy(self._cast)
+            run(model, part=False)  # a first call may initialise it from the rows that it sees
+            return model
+
         try:
             with _quiet(), self._stillness(), use_default_dtype(self._cast):
                 seed_all()
-                found = find_mixing(
-                    lambda: self._copy(self._cast),
-                    lambda model: model(*args, **kwargs),
-                    lambda model: model(*part_args, **part_kwargs),
+                return find_mixing(
+                    make,
+                    partial(run, part=False),
+                    partial(run, part=True),
                     plan.sizes[0],
                     get_allowed(self.tolerance),
                 )
@@ -209,7 +227,6 @@ class Trials:
                 f"first {plan.sizes[0]} rows alone ({first_line(error)})"
             )
             return []
-        return [self.name(name) for name in found]
 
     def parameter_names(self) -> list[str]:
         """The names of forward's positional parameters."""
