@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import random
 import sys
 import threading
@@ -16,6 +17,7 @@ import samestep
 from samestep import check
 from samestep.cli import main
 from samestep.observe import Call, copy_module, run_step
+from samestep.remedies import Candidate, search
 
 FEW = (2, 3)
 
@@ -230,6 +232,14 @@ def test_two_arguments_cut_by_accident_are_found_together():
     assert report.advice[-1] == "with this, everything was equal when tried"
 
 
+def test_an_option_that_makes_something_else_unequal_is_no_remedy():
+    candidates = [Candidate("reduction", "sum", "mends one, spoils the other")]
+    failing = frozenset({("output", "one"), ("output", "other")})
+    spoilt = frozenset({("output", "third")})
+    chosen, options, left = search(lambda _: spoilt, lambda _: candidates, {}, failing)
+    assert (chosen, options, left) == ([], {}, failing)
+
+
 def test_an_option_of_the_user_is_not_taken_back():
     table = torch.randn(6, 6)
     report = check(WithTable(), torch.randn(6, 6), table, replicas=2, in_dims={"table": 0})
@@ -416,6 +426,7 @@ def test_packed_rows_are_not_taken_for_mixed_ones():
     report = check(Packing(), torch.randn(7, 4, 3), lengths, replicas=FEW)
     assert report.ok, report
     assert report.mixing == ()
+    assert report.notes == ()
 
 
 def test_a_mean_that_nobody_uses_for_rows_is_no_mixing():
@@ -496,6 +507,18 @@ def test_numbers_from_numpy_leave_the_step_unproven():
     assert "only the forms" in report.notes[0]
 
 
+def test_a_run_that_does_not_repeat_is_not_ok():
+    ticks = itertools.count()
+
+    class Ticks(nn.Module):
+        def forward(self, rows):
+            return rows + next(ticks)
+
+    report = check(Ticks(), torch.randn(7, 4), replicas=2)
+    assert report.trials[0].repeats is False
+    assert "NOT the same bits when run again" in str(report)
+
+
 # ---------------------------------------------------------------------------
 # Rounding or a difference
 # ---------------------------------------------------------------------------
@@ -538,6 +561,30 @@ def test_a_model_that_cannot_be_cast_is_compared_in_its_own_dtype():
     assert "float32 only" in report.decided
 
 
+def test_numbers_made_in_forward_do_not_narrow_the_float64_copy():
+    class Positions(nn.Module):
+        def forward(self, rows):
+            return rows * torch.linspace(0, 1, rows.shape[1])
+
+    report = check(Positions(), torch.randn(8, 3), replicas=2)
+    assert report.ok, report
+    assert "inside" not in report.decided
+
+
+@pytest.mark.parametrize(("shift", "is_ok"), [(1e-3, True), (1.0, False)])
+def test_what_differs_in_the_models_own_dtype_only_is_told_or_not_equal(shift, is_ok):
+    class Unsteady(nn.Module):
+        def forward(self, rows):
+            return rows + (shift * len(rows) if rows.dtype is torch.float32 else 0)
+
+    report = check(Unsteady(), torch.randn(8, 3), replicas=2)
+    assert report.ok is is_ok
+    if is_ok:
+        assert "rounding grows in this model" in report.notes[0]
+    else:
+        assert "in float32 only" in report.trials[0].unequal[0].note
+
+
 def test_a_gradient_that_is_zero_but_for_rounding_is_equal():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))  # the bias has no effect
     report = check(model, torch.randn(9, 3), replicas=FEW, sync_batch_norm=True)
@@ -566,6 +613,8 @@ def test_the_model_its_gradients_the_inputs_and_all_generators_are_untouched():
     model(rows.clone()).sum().backward()  # leaves gradients, and a tensor of a graph
     before = copy.deepcopy((dict(model.state_dict()), [p.grad for p in model.parameters()], rows))
     hidden, calls, version = model.hidden, model.calls, rows._version
+    np.random.seed(5)
+    random.seed(5)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     check(model, rows, replicas=2)
     after = (dict(model.state_dict()), [p.grad for p in model.parameters()], rows)
@@ -615,6 +664,15 @@ def test_a_model_that_cannot_be_copied_is_refused():
         check(model, torch.randn(7, 3))
 
 
+@pytest.mark.slow
+def test_a_compiled_model_is_watched_uncompiled():
+    model = torch.compile(nn.Sequential(nn.Dropout(0.5), Center()), backend="eager")
+    report = check(model, torch.randn(6, 3), replicas=2)
+    assert report.drawing == ("_orig_mod.0 (Dropout), from torch; switched off for comparing",)
+    assert report.mixing == ("_orig_mod.1 (Center)",)
+    assert "attribute" not in str(report)
+
+
 def test_keyword_arguments_of_the_model_are_passed():
     report = check(WithTable(), kwargs={"rows": torch.randn(9, 6), "table": torch.ones(2)})
     assert report.ok, report
@@ -629,6 +687,7 @@ def test_a_forward_that_writes_into_its_input_is_checked():
 
 def test_the_step_that_is_compared_is_that_of_a_plain_script():
     model, rows = nn.Linear(3, 2), torch.randn(7, 3)
+    model.weight.grad = torch.ones(2, 3)  # of a step before; it is not part of this one
     record = run_step(copy_module(model), Call((rows,), {}, lambda out: out.square().mean()))
     expected = torch.autograd.grad(model(rows).square().mean(), list(model.parameters()))
     found = [record.values["gradient", name] for name in ("weight", "bias")]

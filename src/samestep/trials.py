@@ -14,6 +14,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ from samestep.split import cut, plan_split
 __all__ = ["Trials", "first_line"]
 
 Options = Mapping[str, Any]
+_UNRELATED = 0.1  # relative deviation that no rounding explains, whatever float64 says
 
 
 class Trials:
@@ -283,15 +285,21 @@ class Trials:
     def _join(
         self, decisive: tuple[Comparison, ...], own: tuple[Comparison, ...], count: int
     ) -> tuple[Comparison, ...]:
-        """What float64 says, except where the model's own dtype gives another kind of value."""
+        """What float64 says, except where the model's own dtype gives something unrelated."""
         found = {(one.kind, one.path): one for one in decisive}
         grown = []
         for one in own:
             key = one.kind, one.path
             if one.equal or (key in found and not found[key].equal):
                 continue
-            if one.deviation == math.inf:
-                found[key] = one
+            is_number = one.deviation < math.inf
+            if not is_number or (one.allowed and one.relative > max(_UNRELATED, 10 * one.allowed)):
+                note = (
+                    f"off by {one.relative:.0e} in {_show(self.own)} only"
+                    if is_number
+                    else one.note
+                )
+                found[key] = replace(one, note=note)
             else:
                 grown.append(f"{one.name} by {one.relative:.0e}")
         if grown:
