@@ -180,15 +180,17 @@ def find_target(target: str) -> Callable[[], Any]:
     name, _, attribute = target.partition(":")
     if not name or not attribute:
         raise TargetError(f"{target!r} is not of the form module:function")
-    sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    sys.path.insert(0, here)
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # a module that the user's module imports
-        raise TargetError(f"there is no module {name!r} in {os.getcwd()} or installed") from error
+        raise TargetError(f"there is no module {name!r} in {here} or installed") from error
     finally:
-        sys.path.remove(os.getcwd())
+        if here in sys.path:
+            sys.path.remove(here)
     function = getattr(module, attribute, None)
     if not callable(function):
         raise TargetError(f"module {name!r} has no function {attribute!r}")

@@ -192,13 +192,13 @@ def as_dense(leaf: Any) -> Any:
 
 
 def copy_module(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a deep copy without gradients, its floating parameters and buffers cast to ``dtype``.
+    """Return a deep copy, without gradients; floating parameters and buffers cast to ``dtype``.
 
     Raises:
         TypeError: something that the module holds cannot be copied.
     """
-    # deepcopy refuses tensors that are results of a graph, such as a hidden state kept on the
-    # module: their values are copied without the graph.
+    # deepcopy refuses results of a graph, such as a hidden state kept on the module; it leaves the
+    # gradients of parameters behind.
     memo = {
         id(value): value.detach().clone()
         for _, _, value in iter_state(module)
@@ -213,7 +213,6 @@ def copy_module(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modul
         ) from error
     if dtype is not None:
         copied = copied.to(dtype)
-    copied.zero_grad(set_to_none=True)
     return copied
 
 
