@@ -18,6 +18,7 @@ NAMES = {
     "Slot",
     "SplitError",
     "StateWarning",
+    "check",
     "current_shard",
     "data_parallel",
     "gather",
@@ -43,6 +44,7 @@ SIGNATURES = {
     "DataParallel.stats": "self",
     "Shard": "index, num_shards, start, stop, num_rows, device",
     "Slot": "index, device",
+    "check": "model, *inputs, loss=None, replicas=(1, 2, 3, 4, 7, 8), kwargs=None, **options",
     "current_shard": "",
     "data_parallel": (
         "module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None"

@@ -6,6 +6,7 @@
 torch.Size([30, 2])
 """
 
+from samestep.check import check as check
 from samestep.checkpoint import load as load
 from samestep.checkpoint import save as save
 from samestep.collectives import all_gather as all_gather
@@ -41,6 +42,7 @@ __all__ = [
     "StateWarning",
     "all_gather",
     "all_reduce",
+    "check",
     "current_shard",
     "data_parallel",
     "gather",

@@ -4,7 +4,8 @@ What it holds: the parser of ``samestep`` and one short function per command, wh
 that does the work.
 
 Guarantees: what the user typed wrong ends with a message on standard error and exit status 2, never
-with a traceback; success is status 0.
+with a traceback; success is status 0. ``samestep check`` ends with 1 if the steps are not equal,
+and with 2 and the traceback if the user's own code fails.
 
 It must not hold any logic that a script could want to call.
 """
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from samestep import tutorial
+from samestep.check import TargetError, check_target, find_target
 from samestep.devices import plan_slots
 
 __all__ = ["main"]
@@ -70,6 +73,20 @@ def do_run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     return launch.run(asked)
 
 
+def do_check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """``samestep check``."""
+    try:
+        make = find_target(arguments.target)
+        report = check_target(make, arguments.replicas)
+    except TargetError as error:
+        parser.error(str(error))
+    except Exception:  # the user's module, function or model: not our words, and not "not equal"
+        traceback.print_exc()
+        return 2
+    print(report)
+    return 0 if report.ok else 1
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
@@ -81,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_tutorial(commands)
     add_run(commands)
+    add_check(commands)
     return parser
 
 
@@ -188,6 +206,30 @@ def add_run(commands: Commands) -> None:
     command.set_defaults(do=do_run)
 
 
+def add_check(commands: Commands) -> None:
+    """The arguments of ``samestep check``."""
+    command = commands.add_parser(
+        "check",
+        help="run a model of yours both ways and say whether the step is the same",
+        description="Run the step of a model plainly and on several replicas, and say what differs "
+        "and what to change. Exit status: 0 the same, 1 not the same or not proven, 2 nothing "
+        "could be checked.",
+    )
+    command.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns (model, *inputs), or a dict of the "
+        "arguments of samestep.check: 'model', 'inputs', 'loss', 'replicas', ...",
+    )
+    command.add_argument(
+        "--replicas",
+        type=positive_ints,
+        metavar="N,N,...",
+        help="the numbers of replicas to try, such as 1,2,3",
+    )
+    command.set_defaults(do=do_check)
+
+
 def positive_int(text: str) -> int:
     """Read a count from the command line."""
     return read_int(text, at_least=1)
@@ -207,3 +249,8 @@ def read_int(text: str, at_least: int) -> int:
     if count < at_least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {at_least}")
     return count
+
+
+def positive_ints(text: str) -> list[int]:
+    """Read counts with commas between them."""
+    return [positive_int(part) for part in text.split(",")]
