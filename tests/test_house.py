@@ -14,10 +14,13 @@ MAX_LINES = 450
 # From the ground up. A module may import our own modules only from layers before its own, so two of
 # one layer know nothing of each other.
 LAYERS = [
-    ("ground", "errors adapters devices snapshot trace"),
+    ("ground", "errors adapters devices snapshot trace progress"),
     ("what a container is", "tree"),
     ("what cutting and joining share", "rows dims"),
-    ("one idea each", "plan join reduce rng context workers group follow graphs links wrapper"),
+    (
+        "one idea each",
+        "plan join reduce rng context workers lookahead group follow graphs links wrapper",
+    ),
     ("ideas made of these", "split merge norm alias"),
     ("the module as a slot sees it", "replica"),
     ("all of its replicas, and one that runs twice", "replicas recompute"),
@@ -27,7 +30,7 @@ LAYERS = [
     ("how a call is run", "runner"),
     ("one graph of all shards", "stitch"),
     ("one call on all shards", "step"),
-    ("the verbs, and what was asked for", "functional options"),
+    ("the verbs, and what was asked for", "functional options regroup"),
     ("the wrapper", "module"),
     ("around the step", "loader checkpoint infer"),
     ("proof and measurement", "check launch bench report tutorial"),

@@ -18,6 +18,7 @@ from samestep.functional import gather as gather
 from samestep.functional import parallel_apply as parallel_apply
 from samestep.functional import replicate as replicate
 from samestep.functional import scatter as scatter
+from samestep.infer import map_batches as map_batches
 from samestep.module import DataParallel as DataParallel
 from samestep.module import data_parallel as data_parallel
 from samestep.tree import register_batch_type as register_batch_type
@@ -34,6 +35,7 @@ __all__ = [
     "current_shard",
     "data_parallel",
     "gather",
+    "map_batches",
     "parallel_apply",
     "register_batch_type",
     "replicate",

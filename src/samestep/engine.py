@@ -221,6 +221,11 @@ class ThreadEngine(Engine):
         self._num_workers = num_workers
         self._pool = workers
 
+    @property
+    def num_workers(self) -> int:
+        """How many threads CPU shards may use now."""
+        return self._num_workers or _num_cores()
+
     def _run(
         self,
         jobs: Sequence[Job],
@@ -232,7 +237,7 @@ class ThreadEngine(Engine):
         if has_modes():
             runs = [list(range(len(jobs)))]  # see [Note: modes] in context.py
         else:
-            runs = plan_runs(devices, self._num_workers or _num_cores(), inline)
+            runs = plan_runs(devices, self.num_workers, inline)
 
         def follow(run: list[int]) -> Callable[[], None]:
             def work() -> None:

@@ -77,8 +77,7 @@ class _Runtime:
     def __init__(self, options: Options, buffers: str | Mapping[str, str]) -> None:
         self._arguments = (options, buffers)
         self.lock = threading.RLock()
-        self.replicas = ReplicaSet(prepare=partial(prepare, sync=options.sync_batch_norm))
-        self.habits = Habits(self.replicas)
+        self._make_replicas()
         self.serial: Engine = SerialEngine(options.threads_per_replica)
         self.threads: Engine = ThreadEngine(options.threads_per_replica)
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
@@ -89,6 +88,23 @@ class _Runtime:
 
     def __reduce__(self) -> Any:
         return _Runtime, self._arguments
+
+    def _make_replicas(self) -> None:
+        sync = self._arguments[0].sync_batch_norm
+        self.replicas = ReplicaSet(prepare=partial(prepare, sync=sync))
+        self.habits = Habits(self.replicas)
+
+    def lend(self) -> tuple[ReplicaSet, Habits]:
+        """Give the replicas away for a while: a call that comes meanwhile makes its own."""
+        with self.lock:
+            lent = self.replicas, self.habits
+            self._make_replicas()
+            return lent
+
+    def take_back(self, lent: tuple[ReplicaSet, Habits]) -> None:
+        """Use the replicas again that were lent."""
+        with self.lock:
+            self.replicas, self.habits = lent
 
     def renew(self) -> None:
         """Start anew in a forked child, where the thread that held a lock does not exist."""

@@ -1,0 +1,448 @@
+"""Inference over any iterable of batches: whole batches on several slots, outputs in order.
+
+What it holds: :func:`map_batches`. Why: in inference nothing ties the rows of a batch together, so
+a batch need not be cut. Each slot takes the next whole batch as soon as it is free; nothing waits
+for the slowest shard, no output is joined, and slots of unlike speed balance themselves.
+
+Guarantees: outputs do not depend on the number of slots, on timing, or on which slot ran a batch;
+the source module is left as it was; when the iteration ends, in whatever way, nothing runs.
+Must not: cut batches into shards, or own the bookkeeping of order and bounds (``lookahead``).
+
+[Note: the first batch]
+What :mod:`samestep.habits` must learn of a module (does it draw random numbers? does it write its
+own parameters?) is seen by watching the default generator and the parameters. So the first batch
+runs alone, in the caller's thread; the workers start when it stands.
+
+[Note: state]
+A batch must not see what an earlier one left in the same replica, or outputs would depend on which
+slot ran what. So each replica is brought back to the source module after each batch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.context import CallerContext, Shard, ThreadGuard, has_modes, use_num_threads
+from samestep.devices import Device, Slot, is_serial_forced, resolve_device
+from samestep.engine import Job, plan_runs
+from samestep.errors import note_shard
+from samestep.functional import move
+from samestep.habits import Verdict
+from samestep.lookahead import Lookahead
+from samestep.module import DataParallel
+from samestep.progress import Meter, Progress
+from samestep.regroup import regroup
+from samestep.replica import LazyError, Replica, home_device
+from samestep.rng import Draws, Stream, current_stream, set_current_stream
+from samestep.split import SplitPlan, plan_split
+from samestep.state import collect
+from samestep.step import find_tensors, in_terms_of_source, map_tensors
+from samestep.workers import pool
+
+__all__ = ["map_batches"]
+
+Call = Callable[[Any, Any], Any]
+
+# Batches per slot that may be out at one time. With fewer than about five, a slot that is four
+# times as slow as the others would make them wait when its batch is the one whose turn it is.
+_AHEAD = 6
+
+
+def map_batches(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    ordered: bool = True,
+    progress: bool | Callable[[Progress], Any] = False,
+    batch_size: int | None = None,
+    call: Call | None = None,
+    max_in_flight: int | None = None,
+    device_ids: Sequence[Device] | None = None,
+    replicas: int | None = None,
+    output_device: Device | None = None,
+) -> Iterator[Any]:
+    """Run a model on every batch of a loader, several batches at a time, and yield the outputs.
+
+    Each slot takes the next whole batch when it is free. Everything runs in
+    ``torch.inference_mode``: outputs have no graph and cannot get one (``output.clone()`` can).
+
+    Args:
+        model: a :class:`DataParallel`, whose slots are used; or any module, with ``device_ids`` and
+            ``replicas``. It runs in the mode it is in: call ``model.eval()`` first.
+        loader: any iterable of batches. It is iterated by one worker thread at a time, ahead of the
+            consumer, so it must not use the memory of a batch again for the next.
+        ordered: True: one output per batch, in their order. False: as they become ready.
+        progress: True: a bar (tqdm if it is installed); or a function that is called with the
+            figures so far (``num_batches``, ``num_rows``, ``seconds``, ``total``) per output.
+        batch_size: rows. The stream of rows is cut anew into batches of this size, the last one
+            smaller; None: batches as they come. Rows are counted on the wrapper's ``dim``.
+        call: ``call(model, batch)`` returns the output, where ``model`` is a replica. Default: a
+            tuple or list becomes positional arguments, a mapping keyword arguments, anything else
+            the only argument.
+        max_in_flight: the most batches that are taken from the loader and whose output is not yet
+            handed over; bounds memory. Default: 6 per slot.
+        device_ids, replicas: of a plain module, as in :class:`DataParallel`.
+        output_device: where outputs land; None: the wrapper's own ``output_device``, else the CPU.
+
+    Returns:
+        An iterator of outputs. It may be closed, or left by ``break``, at any time.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be met, at once.
+        SplitError: in the iteration: a batch has no rows to count, for ``batch_size``.
+        BaseException: in the iteration: what the loader, ``call`` or the model raised, with a note
+            that names the batch, after the outputs of the batches before it (if ``ordered``).
+
+    Warns:
+        UserWarning: the model is in training mode.
+
+    Exactness:
+        An output is, bit for bit, that of the plain module on that batch, in the state in which
+        the module was when the iteration began, with the wrapper's ``threads_per_replica``. Random
+        numbers depend on the caller's generator and the batch's number alone.
+
+    Example:
+        >>> model = nn.Linear(5, 2).eval()
+        >>> loader = [torch.randn(rows, 5) for rows in (4, 4, 3)]
+        >>> [len(output) for output in map_batches(model, loader, replicas=2)]
+        [4, 4, 3]
+    """
+    wrapper = _wrap(model, device_ids, replicas)
+    for name, number in (("batch_size", batch_size), ("max_in_flight", max_in_flight)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise TypeError(f"{name} must be an int, got {number!r}")
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
+    if output_device is None:
+        target = wrapper._samestep_options.output or torch.device("cpu")
+    else:
+        target = resolve_device(output_device, argument="output_device")
+    meter = Meter(progress, _len(loader) if batch_size is None else None)
+    if wrapper.module.training:
+        warnings.warn(
+            "the model is in training mode: dropout draws, and BatchNorm normalises each batch by "
+            "itself; call model.eval() before map_batches",
+            stacklevel=2,
+        )
+    limit = max_in_flight or _AHEAD * wrapper.num_replicas
+    return _iterate(
+        _Inference(wrapper, call or _call, target), loader, meter, batch_size, limit, ordered
+    )
+
+
+def _iterate(
+    inference: _Inference,
+    loader: Iterable[Any],
+    meter: Meter,
+    batch_size: int | None,
+    limit: int,
+    ordered: bool,
+) -> Iterator[Any]:
+    """The iterator that :func:`map_batches` returns. Nothing runs before its first ``next``."""
+    crew: _Crew | None = None
+    is_quiet = True
+    try:
+        inference.begin()
+        meter.start()
+        batches = iter(loader)
+        if batch_size is not None:
+            batches = regroup(batches, batch_size, inference.dim)
+        # Numbers come with the batches: several processes could each take every so manieth pair.
+        ahead = Lookahead(enumerate(batches), limit=limit, ordered=ordered)
+        del batches  # from here on only what pulls holds it: it ends with the last pull
+        # What is yielded is popped: a frame that waits must not keep an output alive.
+        while inference.is_alone and (pair := ahead.pull()) is not None:
+            inference.run(ahead, *pair, 0)
+            del pair
+            if (taken := ahead.take()) is not None:
+                meter.add(taken[1].pop())
+                yield taken[1].pop()
+        if not inference.is_alone:
+            crew = _Crew(inference, ahead)
+            is_quiet = False
+            crew.start()
+        while (taken := ahead.take()) is not None:
+            meter.add(taken[1].pop())
+            yield taken[1].pop()
+    finally:
+        try:
+            if crew is not None:
+                is_quiet = crew.stop()
+        finally:
+            inference.end(keep=is_quiet)
+            meter.close()
+
+
+class _Inference:
+    """A model, its replicas, and how a batch runs on one of them.
+
+    Args:
+        wrapper: the model.
+        call: hands a batch to a replica.
+        target: where outputs land.
+    """
+
+    def __init__(self, wrapper: DataParallel, call: Call, target: torch.device) -> None:
+        options = wrapper._samestep_options
+        self.slots, self.dim = options.slots, options.dim
+        self.num_threads = options.threads_per_replica
+        self._wrapper, self._source = wrapper, wrapper.module
+        self._call, self._target = call, target
+        self._runtime = wrapper._samestep_runtime
+        self._drawing: Any = None  # how random numbers are ruled; None: not known yet
+        self._draws = Draws()
+        self._gate = _Gate()
+        self._own: dict[int, set[int]] = {}  # by slot: where its replica's private tensors lie
+
+    def begin(self) -> None:
+        """Take the caller's settings and the wrapper's replicas."""
+        self.context = CallerContext(home_device(self._source))
+        self._is_serial = has_modes() or is_serial_forced()
+        self._lent = self._runtime.lend()
+        self._set, self._habits = self._lent
+
+    def end(self, *, keep: bool) -> None:
+        """Give the replicas back, or leave them to those who still run."""
+        if keep and hasattr(self, "_lent"):
+            self._set.recover()
+            self._runtime.take_back(self._lent)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the next batch must run in the caller's thread."""
+        return self._is_serial or self._drawing is None
+
+    @property
+    def places(self) -> list[int]:
+        """The slots that work at one time; others would only take turns with them."""
+        num_workers = getattr(self._runtime.threads, "num_workers", 1)
+        return [run[0] for run in plan_runs([slot.device for slot in self.slots], num_workers)]
+
+    def run(self, ahead: Lookahead[Any], number: int, batch: Any, place: int) -> None:
+        """Run a batch on a slot's replica and put the outcome where it is waited for."""
+        guard, stream = ThreadGuard(), current_stream()
+        plan = _count(batch, self.dim)
+        rows = None if plan is None else plan.num_rows
+        try:
+            if self._drawing is None:
+                output = self._watch(number, batch, rows)
+            else:
+                replica = self._replicas[place]
+                is_new = self._habits.must_take_turns((plan, False))
+                with self._gate.passing(alone=is_new):
+                    output = self._run(replica, number, batch, rows)
+                self._set.restore(replica)
+        except BaseException as error:
+            guard.restore()
+            set_current_stream(stream)
+            _note(error, number, rows, self.slots[place])
+            ahead.put(number, error=error)
+        else:
+            ahead.put(number, [output, rows])
+
+    def _watch(self, number: int, batch: Any, rows: int | None) -> Any:
+        """See [Note: the first batch]."""
+        verdict = Verdict.AGAIN
+        while verdict is Verdict.AGAIN:
+            try:
+                # No replica has rows of its own of what steps carry from call to call.
+                self._replicas = self._set.refresh(
+                    self._source, self.slots, sizes=(0,) * len(self.slots)
+                )
+            except LazyError:
+                return self._run_source(batch)
+            replica = self._replicas[0]
+            trial = self._habits.start(
+                self._source,
+                find_tensors(batch),
+                may_repeat=False,
+                can_watch=self._runtime.can_watch,
+                watch_first=True,
+            )
+            self._drawing, self._draws = trial.drawing, trial.draws
+            try:
+                replica.begin()
+                output = self._run(replica, number, batch, rows)
+                verdict = trial.judge(collect([replica], [rows or 0]))
+            except BaseException:
+                trial.undo()
+                raise
+            finally:
+                self._drawing = None
+        if verdict is Verdict.WHOLE:  # it builds or initialises itself from this batch
+            return self._run_source(batch)
+        self._set.restore(replica)
+        self._drawing = self._habits.drawing
+        if self._drawing == "watch":
+            self._draws = Draws(peek=True)
+        return output
+
+    def _run_source(self, batch: Any) -> Any:
+        """Let the source module see this batch, as in a plain loop."""
+        home = home_device(self._source)
+        # Not inference mode: parameters that get their shape now must be able to train later.
+        with torch.no_grad(), use_num_threads(self.num_threads):
+            output = self._call(self._source, move(batch, home))
+            return map_tensors(lambda tensor: tensor.to(self._target), output)
+
+    def _run(self, replica: Replica, number: int, batch: Any, rows: int | None) -> Any:
+        device, count = replica.slot.device, rows or 0
+        # One shard of one: wrappers inside see that they run in parallel already.
+        shard = Shard(0, 1, 0, count, count, device)
+        forward = partial(self._forward, replica, batch)
+        job = Job(shard, forward, Stream(self._draws, number), self._drawing)
+        num_threads = self.num_threads if device.type == "cpu" else None
+        with use_num_threads(num_threads, keep=not self.context.is_own_thread):
+            return self.context.run(job, device)
+
+    def _forward(self, replica: Replica, batch: Any) -> Any:
+        with torch.inference_mode():
+            output = self._call(replica.module, move(batch, replica.slot.device))
+            output = in_terms_of_source(replica, output)
+            own = {
+                link.copy.untyped_storage().data_ptr()
+                for link in replica.copies
+                if _is_dense(link.copy)
+            }
+
+            def land(tensor: Tensor) -> Tensor:
+                # The next batch on this slot may write there before the consumer has looked.
+                if own and _is_dense(tensor) and tensor.untyped_storage().data_ptr() in own:
+                    tensor = tensor.clone()
+                return tensor.to(self._target)
+
+            return map_tensors(land, output)
+
+
+class _Crew:
+    """The workers of one iteration.
+
+    Args:
+        inference: what they run.
+        ahead: where batches come from and outcomes go.
+    """
+
+    def __init__(self, inference: _Inference, ahead: Lookahead[Any]) -> None:
+        self._inference, self._ahead = inference, ahead
+        self._places = inference.places
+        self._running = pool.lease(len(self._places))
+        self._threads: set[int] = set()
+
+    def start(self) -> None:
+        """Let all workers begin."""
+        # At the interpreter's end workers are frozen wherever they are: stop them before.
+        atexit.register(self.stop)
+        self._running.send([partial(self._work, place) for place in self._places])
+
+    def stop(self) -> bool:
+        """Let the workers end, and wait for them; False if that is not possible."""
+        atexit.unregister(self.stop)
+        self._ahead.stop()
+        # The garbage collector may close an iterator in any thread, also in one of its own.
+        if threading.get_ident() in self._threads or sys.is_finalizing():
+            self._running.abandon()
+            return False
+        self._running.wait()
+        return True
+
+    def _work(self, place: int) -> None:
+        self._threads.add(threading.get_ident())
+        inference, cpu = self._inference, torch.device("cpu")
+        is_cpu = inference.slots[place].device.type == "cpu"
+        with use_num_threads(inference.num_threads if is_cpu else None, keep=True):
+            while (pair := inference.context.run(self._ahead.pull, cpu)) is not None:
+                inference.run(self._ahead, *pair, place)
+                del pair  # not kept while this thread waits for the next
+
+
+class _Gate:
+    """Lets batches run together, but one alone while torch.compile, which is not thread-safe, may
+    be at work."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = self._num_waiting = 0
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def passing(self, *, alone: bool) -> Iterator[None]:
+        with self._changed:
+            self._num_waiting += alone  # those who come later wait for it
+            if alone:
+                self._changed.wait_for(lambda: not self._num_inside)
+            else:
+                self._changed.wait_for(lambda: not self._is_closed and not self._num_waiting)
+            self._num_waiting -= alone
+            self._num_inside += 1
+            self._is_closed = alone
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._is_closed = False
+                self._changed.notify_all()
+
+
+# ---------------------------------------------------------------------------
+# Batches
+# ---------------------------------------------------------------------------
+
+
+def _wrap(
+    model: nn.Module, device_ids: Sequence[Device] | None, replicas: int | None
+) -> DataParallel:
+    if not isinstance(model, DataParallel):
+        return DataParallel(model, device_ids, replicas=replicas)
+    for name, value in (("device_ids", device_ids), ("replicas", replicas)):
+        if value is not None:
+            raise ValueError(
+                f"{name} is for a plain module; this DataParallel has {model.num_replicas} slots "
+                f"of its own. Leave it out, or pass model.module"
+            )
+    return model
+
+
+def _len(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader has a length only if its dataset has one
+        return None
+
+
+def _call(model: Any, batch: Any) -> Any:
+    """Hand a batch to a model the way most loaders and models understand each other."""
+    if type(batch) in (tuple, list):  # not what is derived from them, such as a PackedSequence
+        return model(*batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch)
+
+
+def _count(batch: Any, dim: int) -> SplitPlan | None:
+    """How many rows a batch has, with all shapes; None where that cannot be said."""
+    try:
+        return plan_split((batch,), {}, num_slots=1, dim=dim)
+    except ValueError:
+        return None
+
+
+def _note(error: BaseException, number: int, rows: int | None, slot: Slot) -> None:
+    size = "" if rows is None else f"{rows} rows, "
+    note_shard(error, f"in batch {number} ({size}slot {slot.index}, {slot.device})")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
