@@ -31,7 +31,7 @@ LAYERS = [
     ("one graph of all shards", "stitch"),
     ("one call on all shards", "step"),
     ("the verbs, and what was asked for", "functional options regroup"),
-    ("the wrapper", "module"),
+    ("the wrapper, and batches that are not cut", "module whole"),
     ("around the step", "loader checkpoint infer"),
     ("proof and measurement", "check launch bench report tutorial"),
     ("the command line", "cli"),

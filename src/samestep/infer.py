@@ -7,21 +7,11 @@ for the slowest shard, no output is joined, and slots of unlike speed balance th
 Guarantees: outputs do not depend on the number of slots, on timing, or on which slot ran a batch;
 the source module is left as it was; when the iteration ends, in whatever way, nothing runs.
 Must not: cut batches into shards, or own the bookkeeping of order and bounds (``lookahead``).
-
-[Note: the first batch]
-What :mod:`samestep.habits` must learn of a module (does it draw random numbers? does it write its
-own parameters?) is seen by watching the default generator and the parameters. So the first batch
-runs alone, in the caller's thread; the workers start when it stands.
-
-[Note: state]
-A batch must not see what an earlier one left in the same replica, or outputs would depend on which
-slot ran what. So each replica is brought back to the source module after each batch.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import sys
 import threading
 import warnings
@@ -30,23 +20,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from samestep.context import CallerContext, Shard, ThreadGuard, has_modes, use_num_threads
-from samestep.devices import Device, Slot, is_serial_forced, resolve_device
-from samestep.engine import Job, plan_runs
-from samestep.errors import note_shard
-from samestep.functional import move
-from samestep.habits import Verdict
+from samestep.context import use_num_threads
+from samestep.devices import Device, resolve_device
 from samestep.lookahead import Lookahead
 from samestep.module import DataParallel
 from samestep.progress import Meter, Progress
 from samestep.regroup import regroup
-from samestep.replica import LazyError, Replica, home_device
-from samestep.rng import Draws, Stream, current_stream, set_current_stream
-from samestep.split import SplitPlan, plan_split
-from samestep.state import collect
-from samestep.step import find_tensors, in_terms_of_source, map_tensors
+from samestep.whole import WholeBatches
 from samestep.workers import pool
 
 __all__ = ["map_batches"]
@@ -137,13 +119,18 @@ def map_batches(
             stacklevel=2,
         )
     limit = max_in_flight or _AHEAD * wrapper.num_replicas
-    return _iterate(
-        _Inference(wrapper, call or _call, target), loader, meter, batch_size, limit, ordered
+    inference = WholeBatches(
+        wrapper.module,
+        wrapper._samestep_options,
+        wrapper._samestep_runtime,
+        call or _call,
+        target,
     )
+    return _iterate(inference, loader, meter, batch_size, limit, ordered)
 
 
 def _iterate(
-    inference: _Inference,
+    inference: WholeBatches,
     loader: Iterable[Any],
     meter: Meter,
     batch_size: int | None,
@@ -185,147 +172,6 @@ def _iterate(
             meter.close()
 
 
-class _Inference:
-    """A model, its replicas, and how a batch runs on one of them.
-
-    Args:
-        wrapper: the model.
-        call: hands a batch to a replica.
-        target: where outputs land.
-    """
-
-    def __init__(self, wrapper: DataParallel, call: Call, target: torch.device) -> None:
-        options = wrapper._samestep_options
-        self.slots, self.dim = options.slots, options.dim
-        self.num_threads = options.threads_per_replica
-        self._wrapper, self._source = wrapper, wrapper.module
-        self._call, self._target = call, target
-        self._runtime = wrapper._samestep_runtime
-        self._drawing: Any = None  # how random numbers are ruled; None: not known yet
-        self._draws = Draws()
-        self._gate = _Gate()
-        self._own: dict[int, set[int]] = {}  # by slot: where its replica's private tensors lie
-
-    def begin(self) -> None:
-        """Take the caller's settings and the wrapper's replicas."""
-        self.context = CallerContext(home_device(self._source))
-        self._is_serial = has_modes() or is_serial_forced()
-        self._lent = self._runtime.lend()
-        self._set, self._habits = self._lent
-
-    def end(self, *, keep: bool) -> None:
-        """Give the replicas back, or leave them to those who still run."""
-        if keep and hasattr(self, "_lent"):
-            self._set.recover()
-            self._runtime.take_back(self._lent)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the next batch must run in the caller's thread."""
-        return self._is_serial or self._drawing is None
-
-    @property
-    def places(self) -> list[int]:
-        """The slots that work at one time; others would only take turns with them."""
-        num_workers = getattr(self._runtime.threads, "num_workers", 1)
-        return [run[0] for run in plan_runs([slot.device for slot in self.slots], num_workers)]
-
-    def run(self, ahead: Lookahead[Any], number: int, batch: Any, place: int) -> None:
-        """Run a batch on a slot's replica and put the outcome where it is waited for."""
-        guard, stream = ThreadGuard(), current_stream()
-        plan = _count(batch, self.dim)
-        rows = None if plan is None else plan.num_rows
-        try:
-            if self._drawing is None:
-                output = self._watch(number, batch, rows)
-            else:
-                replica = self._replicas[place]
-                is_new = self._habits.must_take_turns((plan, False))
-                with self._gate.passing(alone=is_new):
-                    output = self._run(replica, number, batch, rows)
-                self._set.restore(replica)
-        except BaseException as error:
-            guard.restore()
-            set_current_stream(stream)
-            _note(error, number, rows, self.slots[place])
-            ahead.put(number, error=error)
-        else:
-            ahead.put(number, [output, rows])
-
-    def _watch(self, number: int, batch: Any, rows: int | None) -> Any:
-        """See [Note: the first batch]."""
-        verdict = Verdict.AGAIN
-        while verdict is Verdict.AGAIN:
-            try:
-                # No replica has rows of its own of what steps carry from call to call.
-                self._replicas = self._set.refresh(
-                    self._source, self.slots, sizes=(0,) * len(self.slots)
-                )
-            except LazyError:
-                return self._run_source(batch)
-            replica = self._replicas[0]
-            trial = self._habits.start(
-                self._source,
-                find_tensors(batch),
-                may_repeat=False,
-                can_watch=self._runtime.can_watch,
-                watch_first=True,
-            )
-            self._drawing, self._draws = trial.drawing, trial.draws
-            try:
-                replica.begin()
-                output = self._run(replica, number, batch, rows)
-                verdict = trial.judge(collect([replica], [rows or 0]))
-            except BaseException:
-                trial.undo()
-                raise
-            finally:
-                self._drawing = None
-        if verdict is Verdict.WHOLE:  # it builds or initialises itself from this batch
-            return self._run_source(batch)
-        self._set.restore(replica)
-        self._drawing = self._habits.drawing
-        if self._drawing == "watch":
-            self._draws = Draws(peek=True)
-        return output
-
-    def _run_source(self, batch: Any) -> Any:
-        """Let the source module see this batch, as in a plain loop."""
-        home = home_device(self._source)
-        # Not inference mode: parameters that get their shape now must be able to train later.
-        with torch.no_grad(), use_num_threads(self.num_threads):
-            output = self._call(self._source, move(batch, home))
-            return map_tensors(lambda tensor: tensor.to(self._target), output)
-
-    def _run(self, replica: Replica, number: int, batch: Any, rows: int | None) -> Any:
-        device, count = replica.slot.device, rows or 0
-        # One shard of one: wrappers inside see that they run in parallel already.
-        shard = Shard(0, 1, 0, count, count, device)
-        forward = partial(self._forward, replica, batch)
-        job = Job(shard, forward, Stream(self._draws, number), self._drawing)
-        num_threads = self.num_threads if device.type == "cpu" else None
-        with use_num_threads(num_threads, keep=not self.context.is_own_thread):
-            return self.context.run(job, device)
-
-    def _forward(self, replica: Replica, batch: Any) -> Any:
-        with torch.inference_mode():
-            output = self._call(replica.module, move(batch, replica.slot.device))
-            output = in_terms_of_source(replica, output)
-            own = {
-                link.copy.untyped_storage().data_ptr()
-                for link in replica.copies
-                if _is_dense(link.copy)
-            }
-
-            def land(tensor: Tensor) -> Tensor:
-                # The next batch on this slot may write there before the consumer has looked.
-                if own and _is_dense(tensor) and tensor.untyped_storage().data_ptr() in own:
-                    tensor = tensor.clone()
-                return tensor.to(self._target)
-
-            return map_tensors(land, output)
-
-
 class _Crew:
     """The workers of one iteration.
 
@@ -334,7 +180,7 @@ class _Crew:
         ahead: where batches come from and outcomes go.
     """
 
-    def __init__(self, inference: _Inference, ahead: Lookahead[Any]) -> None:
+    def __init__(self, inference: WholeBatches, ahead: Lookahead[Any]) -> None:
         self._inference, self._ahead = inference, ahead
         self._places = inference.places
         self._running = pool.lease(len(self._places))
@@ -367,37 +213,8 @@ class _Crew:
                 del pair  # not kept while this thread waits for the next
 
 
-class _Gate:
-    """Lets batches run together, but one alone while torch.compile, which is not thread-safe, may
-    be at work."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_inside = self._num_waiting = 0
-        self._is_closed = False
-
-    @contextlib.contextmanager
-    def passing(self, *, alone: bool) -> Iterator[None]:
-        with self._changed:
-            self._num_waiting += alone  # those who come later wait for it
-            if alone:
-                self._changed.wait_for(lambda: not self._num_inside)
-            else:
-                self._changed.wait_for(lambda: not self._is_closed and not self._num_waiting)
-            self._num_waiting -= alone
-            self._num_inside += 1
-            self._is_closed = alone
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_inside -= 1
-                self._is_closed = False
-                self._changed.notify_all()
-
-
 # ---------------------------------------------------------------------------
-# Batches
+# Helpers
 # ---------------------------------------------------------------------------
 
 
@@ -429,20 +246,3 @@ def _call(model: Any, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch)
-
-
-def _count(batch: Any, dim: int) -> SplitPlan | None:
-    """How many rows a batch has, with all shapes; None where that cannot be said."""
-    try:
-        return plan_split((batch,), {}, num_slots=1, dim=dim)
-    except ValueError:
-        return None
-
-
-def _note(error: BaseException, number: int, rows: int | None, slot: Slot) -> None:
-    size = "" if rows is None else f"{rows} rows, "
-    note_shard(error, f"in batch {number} ({size}slot {slot.index}, {slot.device})")
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested

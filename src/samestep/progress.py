@@ -100,7 +100,7 @@ def _make_bar(total: int | None) -> tuple[Callable[[Progress], Any], Callable[[]
     except ImportError:
         line = _Line()
         return line.show, line.close
-    bar = tqdm(total=total, unit="batch")
+    bar = tqdm(total=total, unit=" batches")
 
     def show(done: Progress) -> None:
         if done.num_rows is not None:

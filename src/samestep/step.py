@@ -32,7 +32,7 @@ from samestep.state import Changes, collect
 from samestep.stitch import ShardGraphs, stitch
 from samestep.tree import map_leaves
 
-__all__ = ["find_tensors", "in_terms_of_source", "map_tensors", "renew_lock", "run_shards"]
+__all__ = ["find_tensors", "map_tensors", "renew_lock", "run_shards"]
 
 T = TypeVar("T")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -89,7 +89,7 @@ def run_shards(
     for one in again:
         one.keep()
     outputs = [
-        in_terms_of_source(replica, output)
+        _in_terms_of_source(replica, output)
         for replica, output in zip(replicas, outputs, strict=True)
     ]
     for given in inputs:
@@ -206,7 +206,7 @@ def _no_parametrization_cache() -> Iterator[None]:
                 parametrize._cache_enabled = _NEVER.before
 
 
-def in_terms_of_source(replica: Replica, output: Any) -> Any:
+def _in_terms_of_source(replica: Replica, output: Any) -> Any:
     """Put the source's parameters, buffers and modules in the place of the replica's."""
     if type(output) is Tensor:
         return replica.original(output)
