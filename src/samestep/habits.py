@@ -66,6 +66,11 @@ class Habits:
         """How random numbers are ruled from now on: "watch", "intercept" or "swap"."""
         return self._drawing
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the module is compiled, as far as is known."""
+        return self._is_compiled
+
     def start(
         self,
         module: nn.Module,

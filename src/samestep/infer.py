@@ -105,6 +105,8 @@ def map_batches(
             raise TypeError(f"{name} must be an int, got {number!r}")
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
+    if call is not None and not callable(call):
+        raise TypeError(f"call must be a function of a model and a batch, got {call!r}")
     if not isinstance(loader, Iterable):
         raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
     if output_device is None:

@@ -176,7 +176,9 @@ class ReplicaSet:
             self._prepare(replica)
             replica.index()
             replica.snapshot.take()
-        self._renew(replica, force=False)
+        if not replica.is_at_rest():
+            self._renew(replica, force=False)
+            replica.rest()
 
     # -- Following the module tree -----------------------------------------------------------
 

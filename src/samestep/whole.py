@@ -67,6 +67,7 @@ class WholeBatches:
         self._drawing: Any = None  # how random numbers are ruled; None: not known yet
         self._draws = Draws()
         self._lent: Any = None
+        self._own: dict[int, tuple[Any, set[int]]] = {}
         self._gate = _Gate()
 
     def begin(self) -> None:
@@ -103,8 +104,7 @@ class WholeBatches:
                 output = self._watch(number, batch, rows)
             else:
                 replica = self._replicas[place]
-                is_new = self._habits.must_take_turns((plan, False))
-                with self._gate.passing(alone=is_new):
+                with self._passing(plan):
                     output = self._run(replica, number, batch, rows)
                 self._set.restore(replica)
         except BaseException as error:
@@ -114,6 +114,12 @@ class WholeBatches:
             ahead.put(number, error=error)
         else:
             ahead.put(number, [output, rows])
+
+    def _passing(self, plan: SplitPlan | None) -> contextlib.AbstractContextManager[None]:
+        """Let torch.compile, which is not thread-safe, be alone with a batch of new shapes."""
+        if not self._habits.is_compiled:
+            return contextlib.nullcontext()
+        return self._gate.passing(alone=self._habits.must_take_turns((plan, False)))
 
     def _watch(self, number: int, batch: Any, rows: int | None) -> Any:
         """See [Note: the first batch]."""
@@ -173,11 +179,7 @@ class WholeBatches:
     def _forward(self, replica: Replica, batch: Any) -> Any:
         with torch.inference_mode():
             output = self._call(replica.module, move(batch, replica.slot.device))
-            own = {
-                link.copy.untyped_storage().data_ptr()
-                for link in replica.copies
-                if _is_dense(link.copy)
-            }
+            own = self._find_own(replica)
 
             def land(tensor: Tensor) -> Tensor:
                 if own and _is_dense(tensor) and tensor.untyped_storage().data_ptr() in own:
@@ -189,6 +191,15 @@ class WholeBatches:
 
             return map_tensors(land, output)
 
+    def _find_own(self, replica: Replica) -> set[int]:
+        """Where the tensors lie that the replica holds as copies."""
+        copies, found = self._own.get(replica.slot.index, (None, set()))
+        if copies is not replica.copies:  # another list whenever a tensor was exchanged
+            tensors = [link.copy for link in replica.copies if _is_dense(link.copy)]
+            found = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+            self._own[replica.slot.index] = (replica.copies, found)
+        return found
+
 
 # ---------------------------------------------------------------------------
 # Helpers
@@ -196,8 +207,7 @@ class WholeBatches:
 
 
 class _Gate:
-    """Lets batches run together, but one alone while torch.compile, which is not thread-safe, may
-    be at work."""
+    """Lets batches run together, or one alone."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
