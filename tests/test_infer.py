@@ -15,6 +15,7 @@ from torch import nn
 
 from samestep import DataParallel, SplitError, current_shard, map_batches, workers
 from samestep.regroup import regroup
+from samestep.whole import _Gate
 
 SIZES = [4, 7, 1, 0, 9, 3, 3, 12, 2, 5]
 WAIT = 20  # seconds until a test that hangs fails
@@ -304,6 +305,26 @@ def test_an_output_that_was_taken_is_not_kept():
     for _ in range(3):
         kept = weakref.ref(next(outputs))
         assert kept() is None
+    outputs.close()
+
+
+@pytest.mark.parametrize("num_taken", [1, 3])
+def test_a_batch_that_has_run_is_not_kept(num_taken):
+    kept = []
+
+    def load():
+        for size in SIZES:
+            batch = torch.ones(size, 5)
+            kept.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    outputs = map_batches(wrap(make_echo(), 2), load(), max_in_flight=3)
+    for _ in range(num_taken):
+        next(outputs)
+    wait_until_still(kept)
+    assert [batch() for batch in kept[:-1]] == [None] * (len(kept) - 1)
+    assert num_taken > 1 or len(kept) == 1  # the first runs alone
     outputs.close()
 
 
@@ -650,13 +671,13 @@ def test_the_callers_mode_is_not_left_changed_between_outputs():
 def test_a_mode_of_the_callers_sees_everything_in_the_callers_thread():
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            threads.add(threading.get_ident())
+            seen.append((func, threading.get_ident()))
             return func(*args, **(kwargs or {}))
 
-    threads, batches = set(), make_batches()
+    seen, batches = [], make_batches()
     with Mode():
         list(map_batches(wrap(make_net(), 2), batches))
-    assert threads == {threading.get_ident()}
+    assert seen.count((nn.functional.linear, threading.get_ident())) == 2 * len(batches)
 
 
 @pytest.mark.slow
@@ -667,6 +688,29 @@ def test_a_compiled_model_gives_the_same_outputs():
         expected = [net(batch) for batch in batches]
     assert_alike(list(map_batches(wrap(compiled, 2), batches)), expected, atol=0)
     torch._dynamo.reset()
+
+
+def test_what_must_be_alone_waits_for_the_others_and_they_for_it():
+    gate, order, begun = _Gate(), [], threading.Event()
+
+    def pass_through(name, alone):
+        begun.set()
+        with gate.passing(alone=alone):
+            order.append(name)
+
+    lone = threading.Thread(target=pass_through, args=("alone", True))
+    late = threading.Thread(target=pass_through, args=("late", False))
+    with gate.passing(alone=False), gate.passing(alone=False):
+        lone.start()
+        while not gate._num_waiting:
+            assert begun.wait(WAIT)
+        late.start()
+        lone.join(0.02)
+        late.join(0.02)
+        assert order == []
+    lone.join(WAIT)
+    late.join(WAIT)
+    assert order == ["alone", "late"]
 
 
 def test_a_data_loader_with_labels_works():

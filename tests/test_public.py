@@ -21,6 +21,7 @@ NAMES = {
     "current_shard",
     "data_parallel",
     "gather",
+    "map_batches",
     "parallel_apply",
     "register_batch_type",
     "replicate",
@@ -45,6 +46,10 @@ SIGNATURES = {
         "module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None"
     ),
     "gather": "outputs, target_device, dim=0, *, rows=None, out_dims=None, reduction='mean'",
+    "map_batches": (
+        "model, loader, *, ordered=True, progress=False, batch_size=None, call=None, "
+        "max_in_flight=None, device_ids=None, replicas=None, output_device=None"
+    ),
     "parallel_apply": "modules, inputs, kwargs_tup=None, devices=None",
     "register_batch_type": "cls, *, split, merge, rows=None",
 }

@@ -150,7 +150,6 @@ def _iterate(
             batches = regroup(batches, batch_size, inference.dim)
         # Numbers come with the batches: several processes could each take every so manieth pair.
         ahead = Lookahead(enumerate(batches), limit=limit, ordered=ordered)
-        del batches  # from here on only what pulls holds it: it ends with the last pull
         # What is yielded is popped: a frame that waits must not keep an output alive.
         while inference.is_alone and (pair := ahead.pull()) is not None:
             inference.run(ahead, *pair, 0)

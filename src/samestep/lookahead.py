@@ -37,7 +37,7 @@ class Lookahead(Generic[T]):
     """
 
     def __init__(self, items: Iterator[tuple[int, T]], *, limit: int, ordered: bool) -> None:
-        self._items: Iterator[tuple[int, T]] | None = items
+        self._items = items
         self._limit = limit
         self._ordered = ordered
         self._pulling = threading.Lock()  # held by the one worker that pulls, or waits for room
@@ -58,10 +58,8 @@ class Lookahead(Generic[T]):
                 self._changed.wait_for(lambda: self._is_over or len(self._order) < self._limit)
                 if self._is_over:
                     return None
-                assert self._items is not None
-                items = self._items
             try:
-                number, item = next(items)
+                number, item = next(self._items)
             except StopIteration:
                 self.stop()
                 return None
@@ -105,7 +103,6 @@ class Lookahead(Generic[T]):
         """Pull nothing any more. Items that are out may still get their results."""
         with self._changed:
             self._is_over = True
-            self._items = None
             self._changed.notify_all()
 
     def _announce(self, number: int) -> None:

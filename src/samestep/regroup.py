@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from samestep.errors import SplitError
 from samestep.merge import merge
 from samestep.split import cut, plan_split
@@ -35,9 +32,11 @@ def regroup(batches: Iterator[Any], size: int, dim: int = 0) -> Iterator[Any]:
         SplitError: a batch has no rows to count.
 
     Exactness:
-        The rows are those of ``batches``, bit for bit, in the same order.
+        The rows are those of ``batches``, bit for bit, in the same order. What has no rows and is
+        the same in all batches (a mask, a table) stays as it is.
 
     Example:
+        >>> import torch
         >>> [len(batch) for batch in regroup(iter([torch.ones(3), torch.ones(4)]), 2)]
         [2, 2, 2, 1]
     """
@@ -61,11 +60,11 @@ def regroup(batches: Iterator[Any], size: int, dim: int = 0) -> Iterator[Any]:
             held.append(piece)
             counts.append(count)
             if sum(counts) == size:
-                yield _join(held, counts, dim)
+                yield merge(held, counts, dim=dim, strict=True)
                 held, counts = [], []
         del pieces
     if held:
-        yield _join(held, counts, dim)
+        yield merge(held, counts, dim=dim, strict=True)
 
 
 # ---------------------------------------------------------------------------
@@ -79,14 +78,3 @@ def _plan_pieces(num_rows: int, first: int, size: int) -> list[int]:
     while sum(sizes) < num_rows:
         sizes.append(min(size, num_rows - sum(sizes)))
     return [size for size in sizes if size]
-
-
-def _join(pieces: list[Any], counts: list[int], dim: int) -> Any:
-    return merge(pieces, counts, dim=dim, whole=_common, strict=True)
-
-
-def _common(values: list[Any]) -> Any:
-    """What is the same in every piece (a mask, a table) is not put end to end."""
-    first = values[0]
-    ours = {type(value) for value in values} == {Tensor} and first.layout == torch.strided
-    return first if ours and all(torch.equal(first, value) for value in values[1:]) else None
