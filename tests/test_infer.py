@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import signal
 import subprocess
 import sys
 import threading
@@ -413,6 +414,24 @@ def test_the_loaders_error_comes_after_the_outputs_before_it(num_good):
         seen.extend(map_batches(wrap(make_net(), 2), load()))
     assert len(seen) == num_good
     assert caught.value.__notes__ == [f"while fetching batch {num_good}"]
+
+
+def test_an_interrupt_while_waiting_ends_the_iteration_and_leaves_nothing_running():
+    ended = []
+
+    def forward(batch):
+        if batch.item() == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        ended.append(int(batch))
+        return batch + 0
+
+    model = wrap(Step(forward), 2)
+    batches = [torch.tensor([float(i)]) for i in range(50)]
+    with pytest.raises(KeyboardInterrupt):
+        list(map_batches(model, batches))
+    assert has_idle_workers_only()
+    assert len(ended) < 50
+    assert [int(output) for output in map_batches(model, batches[:2])] == [0, 1]
 
 
 def test_after_an_error_the_wrapper_works_as_before():
