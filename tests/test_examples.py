@@ -130,6 +130,21 @@ def test_help_says_what_each_option_is_and_its_default(name, monkeypatch, capsys
     assert "--replicas REPLICAS replicas that share each batch (default: 2)" in text
 
 
+def test_embeddings_are_the_plain_modules_to_the_last_bit():
+    text = run_script("embed.py", "--texts", "150", "--replicas", "3")
+    check_agreement(text)
+    assert "replicas: 3\n" in text
+    assert "texts: 150, embeddings: [150, 128]\n" in text
+
+
+@pytest.mark.parametrize("words", [("--texts", "0"), ("--replicas", "-1")])
+def test_no_texts_are_an_error_of_usage(words, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_main("embed", *words, monkeypatch=monkeypatch)
+    assert stop.value.code == 2
+    assert "--texts and --replicas must be at least 1" in capsys.readouterr().err
+
+
 def test_the_script_without_options_says_so():
     assert "takes no # arguments" in " ".join(
         (EXAMPLES / "data_parallel_tutorial.py").read_text().split()

@@ -14,12 +14,12 @@ MAX_LINES = 450
 # From the ground up. A module may import our own modules only from layers before its own, so two of
 # one layer know nothing of each other.
 LAYERS = [
-    ("ground", "errors adapters devices segments snapshot trace"),
+    ("ground", "errors adapters devices segments snapshot progress trace"),
     ("what a container is", "tree"),
     ("what cutting and joining share", "rows dims"),
     (
         "one idea each",
-        "plan join reduce rng context workers comm follow graphs links wrapper "
+        "plan join reduce rng context workers lookahead comm follow graphs links wrapper "
         "randomness plain sealed",
     ),
     ("how shards meet, how ranks do", "group rendezvous"),
@@ -37,10 +37,10 @@ LAYERS = [
     ("what shards returned, in the caller's graph", "tie"),
     ("what the ranks' shards returned and wrote", "sharing"),
     ("one call on all shards", "step"),
-    ("the verbs, and what was asked for", "functional options"),
+    ("the verbs, and what was asked for", "functional options regroup"),
     ("what several ranks add to a call", "ranks mirror"),
     ("every call", "runtime"),
-    ("the wrapper", "module"),
+    ("the wrapper, and batches that are not cut", "module whole"),
     ("a rank's process and how it ended", "starter endings"),
     ("where the ranks write", "output"),
     ("around the step", "loader checkpoint infer"),

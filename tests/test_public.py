@@ -10,9 +10,13 @@ from torch import nn
 import samestep
 
 NAMES = {
+    "all_gather",
+    "all_reduce",
+    "is_main",
     "DataParallel",
     "DrawWarning",
     "MergeError",
+    "RankError",
     "ReplicaError",
     "Shard",
     "Slot",
@@ -23,6 +27,7 @@ NAMES = {
     "data_parallel",
     "gather",
     "load",
+    "map_batches",
     "parallel_apply",
     "register_batch_type",
     "replicate",
@@ -35,7 +40,7 @@ SIGNATURES = {
     "DataParallel": (
         "module, device_ids=None, output_device=None, dim=0, *, replicas=None, split='chunk', "
         "in_dims=None, out_dims=None, reduction='mean', buffers='merge', sync_batch_norm=False, "
-        "recompute=False, threads_per_replica=1"
+        "recompute=False, threads_per_replica=1, workers=None, batch='global', process_group=None"
     ),
     "DataParallel.forward": "self, *args, **kwargs",
     "DataParallel.call": "self, method, *args, **kwargs",
@@ -45,14 +50,23 @@ SIGNATURES = {
     "Shard": "index, num_shards, start, stop, num_rows, device",
     "Slot": "index, device",
     "check": "model, *inputs, loss=None, replicas=(1, 2, 3, 4, 7, 8), kwargs=None, **options",
+    "all_gather": "tensor, dim=0",
+    "all_reduce": "tensor, op='sum'",
     "current_shard": "",
+    "is_main": "",
     "data_parallel": (
         "module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None"
     ),
-    "gather": "outputs, target_device, dim=0, *, rows=None, out_dims=None, reduction='mean'",
+    "gather": (
+        "outputs, target_device, dim=0, *, rows=None, weights=None, out_dims=None, reduction='mean'"
+    ),
     "load": (
         "path, *, model=None, optimizer=None, scheduler=None, scaler=None, loader=None, "
         "missing_ok=False, process_group=None, **more"
+    ),
+    "map_batches": (
+        "model, loader, *, ordered=True, progress=False, batch_size=None, call=None, "
+        "max_in_flight=None, device_ids=None, replicas=None, output_device=None"
     ),
     "parallel_apply": "modules, inputs, kwargs_tup=None, devices=None",
     "register_batch_type": "cls, *, split, merge, rows=None",

@@ -24,6 +24,7 @@ from samestep.functional import gather as gather
 from samestep.functional import parallel_apply as parallel_apply
 from samestep.functional import replicate as replicate
 from samestep.functional import scatter as scatter
+from samestep.infer import map_batches as map_batches
 from samestep.loader import split_loader as split_loader
 from samestep.module import DataParallel as DataParallel
 from samestep.module import data_parallel as data_parallel
@@ -48,6 +49,7 @@ __all__ = [
     "gather",
     "is_main",
     "load",
+    "map_batches",
     "parallel_apply",
     "register_batch_type",
     "replicate",

@@ -78,8 +78,24 @@ class Habits:
         self.is_together = False  # whether the shards were seen to meet in forward
         self._compiled: set[Any] = set()  # what torch.compile has seen
 
+    @property
+    def drawing(self) -> Any:
+        """How random numbers are ruled from now on: "watch", "intercept" or "swap"."""
+        return self._drawing
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the module is compiled, as far as is known."""
+        return self._is_compiled
+
     def start(
-        self, module: nn.Module, inputs: Sequence[Tensor], *, may_repeat: bool, can_watch: bool
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        *,
+        may_repeat: bool,
+        can_watch: bool,
+        watch_first: bool = False,
     ) -> Trial:
         """Begin an attempt: call after the replicas are fresh, before any forward.
 
@@ -88,11 +104,15 @@ class Habits:
             inputs: the tensors of the call, which a forward may change in place.
             may_repeat: whether the attempt may well be repeated for reasons of the caller's.
             can_watch: whether every shard draws from the CPU's default generator.
+            watch_first: whether nothing else draws from it meanwhile: then an unknown module need
+                not be intercepted to see what it does.
         """
         if self._replicas.generation != self._generation:
             self._is_compiled = _has_compiled(module)
+            watch_first = watch_first and not self._replicas.has_generator
             # Interception would be compiled into the code, and is no part of it afterwards.
-            self._learn("watch" if self._is_compiled and can_watch else "intercept")
+            watches = can_watch and (self._is_compiled or watch_first)
+            self._learn("watch" if watches else "intercept")
         probe = None if module.training in self._probed_modes else _Probe(module)
         guard = _InputGuard(inputs, can_restore=may_repeat or probe is not None)
         return Trial(self, module, self._drawing, probe, guard, can_watch=can_watch)

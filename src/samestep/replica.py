@@ -209,6 +209,22 @@ class Replica:
         # Inference tensors have no versions; then nothing can be said about them.
         self._counted = [link for link in self.aliases if not link.copy.is_inference()]
         self._versions = [link.copy._version for link in self._counted]
+        # Nothing can be told from versions alone where torch keeps none, or does not raise them.
+        self._tells = not any(
+            link.is_suspect
+            or link.copy.is_inference()
+            or (link.owner is not None and link.owner.training)
+            for link in self.copies
+        )
+        self._left: list[int] = []
+
+    def rest(self) -> None:
+        """What the replica holds as copies is equal to the source now; see :meth:`is_at_rest`."""
+        self._left = [link.copy._version for link in self.copies] if self._tells else []
+
+    def is_at_rest(self) -> bool:
+        """Whether no copy was written since :meth:`rest`; False where that cannot be said."""
+        return self._tells and [link.copy._version for link in self.copies] == self._left
 
     def begin(self) -> None:
         """A forward is about to run."""

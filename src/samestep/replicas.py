@@ -169,6 +169,23 @@ class ReplicaSet:
             self._renew(replica, force)
         return replicas
 
+    def restore(self, replica: Replica) -> None:
+        """Undo what a forward left in one replica.
+
+        Replicas of several slots may be restored at one time, as long as the source stays as it is.
+        """
+        for record in replica.norms:
+            record.calls.clear()
+        if not replica.snapshot.is_current():
+            cells = replica.follower.cells
+            replica.update([cells[index][0] for index in replica.snapshot.changed()])
+            self._prepare(replica)
+            replica.index()
+            replica.snapshot.take()
+        if not replica.is_at_rest():
+            self._renew(replica, force=False)
+            replica.rest()
+
     # -- Following the module tree -----------------------------------------------------------
 
     def _cut_anew(self, slot: Slot, rows: Mapping[int, Rows]) -> None:

@@ -89,8 +89,7 @@ class Runtime:
         self._arguments = (options, buffers)
         self.comm = comm or find_comm()
         self.lock = threading.RLock()
-        self.replicas = ReplicaSet(prepare=partial(prepare, sync=options.sync_batch_norm))
-        self.habits = Habits(self.replicas)
+        self._make_replicas()
         self.mirror = Mirror()
         self.serial: Engine = SerialEngine(options.threads_per_replica)
         self.threads: Engine = ThreadEngine(
@@ -106,6 +105,22 @@ class Runtime:
 
     def __reduce__(self) -> Any:
         return Runtime, self._arguments
+
+    def _make_replicas(self) -> None:
+        self.replicas = ReplicaSet(prepare=partial(prepare, sync=self.options.sync_batch_norm))
+        self.habits = Habits(self.replicas)
+
+    def lend(self) -> tuple[ReplicaSet, Habits]:
+        """Give the replicas away for a while: a call that comes meanwhile makes its own."""
+        with self.lock:
+            lent = self.replicas, self.habits
+            self._make_replicas()
+            return lent
+
+    def take_back(self, lent: tuple[ReplicaSet, Habits]) -> None:
+        """Use the replicas again that were lent."""
+        with self.lock:
+            self.replicas, self.habits = lent
 
     def renew(self) -> None:
         """Start anew in a forked child, where the thread that held a lock does not exist."""
@@ -306,10 +321,10 @@ class Runtime:
         options, comm = self.options, self.comm
         in_dims, names = options.in_dims, list[str]()
         if in_dims is not None:
-            names = self._parameter_names(module, method)
+            names = self.parameter_names(module, method)
             if method is not None and isinstance(in_dims, Mapping):
                 # Said of forward: what another method has no parameter for does not concern it.
-                foreign = {*self._parameter_names(module, None)} - {*names, *kwargs}
+                foreign = {*self.parameter_names(module, None)} - {*names, *kwargs}
                 in_dims = {key: spec for key, spec in in_dims.items() if key not in foreign}
         num_slots, split = len(options.slots), options.split
         if options.batch == "local" and comm.num_ranks > 1:
@@ -326,7 +341,8 @@ class Runtime:
             parameter_names=names,
         )
 
-    def _parameter_names(self, module: nn.Module, method: str | None) -> list[str]:
+    def parameter_names(self, module: nn.Module, method: str | None) -> list[str]:
+        """The names of a method's positional parameters."""
         function = getattr(module, method or "forward")
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         found = inspect.signature(function).parameters.values()

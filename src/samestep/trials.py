@@ -234,7 +234,8 @@ class Trials:
 
     def parameter_names(self) -> list[str]:
         """The names of forward's positional parameters."""
-        return self._wrap(self.model, 1, {})._parameter_names(None)
+        model = self._wrap(self.model, 1, {})
+        return model._samestep_runtime.parameter_names(model.module, None)
 
     def name(self, name: str) -> str:
         """A submodule in words."""

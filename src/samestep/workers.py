@@ -5,9 +5,10 @@ them back. Why: a new thread per call costs a millisecond and a malloc arena, an
 costs more per hand-over than the queue used here.
 
 Guarantees:
-- A lease never shares a worker with another lease, so two callers cannot wait for each other.
-- :meth:`Lease.run` returns only when every job has ended, also after Ctrl-C in the caller; a second
-  Ctrl-C abandons the workers that still run (they end by themselves and are not lent again).
+- No two callers share a worker, so they cannot wait for each other.
+- :meth:`WorkerPool.run` and :meth:`Running.wait` return only when every job has ended, also after
+  Ctrl-C in the caller; a second Ctrl-C abandons the workers that still run (they end by themselves
+  and are not lent again).
 - Nothing starts at import; after a fork the child starts with an empty pool.
 Must not: know anything of models, devices or shards. Jobs must not raise.
 """
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-__all__ = ["PoolStats", "WorkerPool", "pool"]
+__all__ = ["PoolStats", "Running", "WorkerPool", "pool"]
 
 Job = Callable[[], None]
 # What lies in a worker's inbox: the job, the list that counts those that ended, and a queue to wake
@@ -66,6 +67,61 @@ class _Worker:
                 del finished, wake
 
 
+class Running:
+    """Leased workers and their jobs, until somebody has waited for them.
+
+    Args:
+        pool: where the workers go back to.
+        workers: they get one job each.
+    """
+
+    def __init__(self, pool: WorkerPool, workers: list[_Worker]) -> None:
+        self._pool = pool
+        self._workers = workers
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._finished: list[None] = []
+        self._sent: list[None] = []
+
+    def send(self, jobs: Sequence[Job]) -> None:
+        """Hand each worker its job."""
+        # Ctrl-C strikes between two bytecodes; this one call hands out all jobs or none.
+        inboxes = [worker.inbox for worker in self._workers]
+        orders = [(job, self._finished, self._wake) for job in jobs]
+        self._sent.extend(map(_put, inboxes, orders))
+
+    def wait(self, interrupt: KeyboardInterrupt | None = None) -> None:
+        """Wait until all jobs have ended, and give the workers back.
+
+        Args:
+            interrupt: Ctrl-C that came before; it is raised at the end.
+
+        Raises:
+            KeyboardInterrupt: it arrived meanwhile; the jobs have ended all the same, unless it
+                arrived twice.
+        """
+        try:
+            # Not counted by what was taken from the queue: Ctrl-C may strike after a take.
+            while len(self._finished) < len(self._sent):
+                try:
+                    self._wake.get()
+                except KeyboardInterrupt as error:
+                    if interrupt is not None:
+                        raise
+                    interrupt = error
+        finally:
+            if len(self._finished) < len(self._sent):
+                self.abandon()
+            else:
+                self._pool.give_back(self._workers)
+        if interrupt is not None:
+            raise interrupt
+
+    def abandon(self) -> None:
+        """Wait for nobody: the workers end by themselves, and are not lent again."""
+        for worker in self._workers:
+            worker.stop()
+
+
 class WorkerPool:
     """Idle workers, by process. Thread-safe."""
 
@@ -85,35 +141,23 @@ class WorkerPool:
         Raises:
             KeyboardInterrupt: it arrived meanwhile; the jobs have ended all the same.
         """
-        workers = self._lease(len(others))
-        wake: SimpleQueue[None] = SimpleQueue()
-        finished: list[None] = []
-        sent: list[None] = []
-        interrupt: BaseException | None = None
+        running = self.lease(len(others))
+        interrupt: KeyboardInterrupt | None = None
         try:
-            # Ctrl-C strikes between two bytecodes; this one call hands out all jobs or none.
-            inboxes = [worker.inbox for worker in workers]
-            sent.extend(map(_put, inboxes, [(job, finished, wake) for job in others]))
+            running.send(others)
             mine()
         except KeyboardInterrupt as error:
             interrupt = error
-        try:
-            # Not counted by what was taken from the queue: Ctrl-C may strike after a take.
-            while len(finished) < len(sent):
-                try:
-                    wake.get()
-                except KeyboardInterrupt as error:
-                    if interrupt is not None:
-                        raise
-                    interrupt = error
         finally:
-            if len(finished) < len(sent):
-                for worker in workers:
-                    worker.stop()
-            else:
-                self._idle.extend(workers)
-        if interrupt is not None:
-            raise interrupt
+            running.wait(interrupt)
+
+    def lease(self, count: int) -> Running:
+        """Return so many workers, to be sent jobs; whoever leases must wait."""
+        return Running(self, self._lease(count))
+
+    def give_back(self, workers: Sequence[_Worker]) -> None:
+        """Workers whose jobs have ended."""
+        self._idle.extend(workers)
 
     def _lease(self, count: int) -> list[_Worker]:
         if self._pid != os.getpid():  # a forked child has the list but not the threads

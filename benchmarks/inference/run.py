@@ -1,0 +1,145 @@
+"""How much of the machine does ``map_batches`` use, with equal slots and with a slow one?
+
+Usage: python benchmarks/inference/run.py [--models conv ...] [--blocks 14] [--save NAME]
+"""
+
+import argparse
+import copy
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from _harness import compare, describe_machine, ratio, save
+
+from samestep import DataParallel, map_batches
+
+SLOWER = 4  # how many times the work of the others a slow slot does
+
+
+class Last(nn.Module):
+    """The last output of an LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(128, 128, 2, batch_first=True)
+
+    def forward(self, rows):
+        return self.lstm(rows)[0][:, -1]
+
+
+class Asleep(nn.Module):
+    """Takes its time without a core: what remains is how batches are handed out."""
+
+    def forward(self, rows):
+        time.sleep(0.005)
+        return rows.sum()
+
+
+def make_mlp():
+    layers = [nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64)]
+    return nn.Sequential(*layers), (128, 256)
+
+
+def make_conv():
+    layers = []
+    for num_in in (3, 16, 16, 16):
+        layers += [nn.Conv2d(num_in, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), (8, 3, 32, 32)
+
+
+def make_transformer():
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+    net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(net, nn.AdaptiveAvgPool2d((1, 128)), nn.Flatten()), (8, 32, 128)
+
+
+MODELS = {
+    "asleep": lambda: (Asleep(), (1, 1)),
+    "mlp": make_mlp,
+    "conv": make_conv,
+    "lstm": lambda: (Last(), (8, 32, 128)),
+    "transformer": make_transformer,
+}
+
+
+def run_plainly(net, batches):
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        for batch in batches:
+            net(batch)
+
+
+def run_threads(nets, batches):
+    """What Python threads without order, bounds and replicas reach: each its share, plainly."""
+    shares = [batches[k :: len(nets)] for k in range(len(nets))]
+    threads = [
+        threading.Thread(target=run_plainly, args=pair) for pair in zip(nets, shares, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def run_slots(model, batches, slow=0):
+    """``map_batches`` with some slots, the last ones, that do the work several times over."""
+    numbers = {}
+
+    def call(replica, batch):
+        number = numbers.setdefault(id(replica), len(numbers))
+        for _ in range(SLOWER - 1 if number >= model.num_replicas - slow else 0):
+            replica(batch)
+        return replica(batch)
+
+    for output in map_batches(model, batches, call=call if slow else None):
+        assert output is not None
+
+
+def measure(name, num_batches, num_blocks):
+    torch.manual_seed(0)
+    net, shape = MODELS[name]()
+    net.eval()
+    cores = len(os.sched_getaffinity(0))
+    batches = [torch.randn(shape) for _ in range(num_batches)]
+    model = DataParallel(net, replicas=cores)
+    nets = [copy.deepcopy(net) for _ in range(cores)]
+    variants = {
+        "plain": lambda: run_plainly(net, batches),
+        "threads": lambda: run_threads(nets, batches),
+        "slots": lambda: run_slots(model, batches),
+        "one slow": lambda: run_slots(model, batches, slow=1),
+    }
+    return compare(variants, num_blocks=num_blocks), cores
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batches", type=int, default=300)
+    parser.add_argument("--blocks", type=int, default=14)
+    parser.add_argument("--save", metavar="NAME", help="keep the raw samples under this name")
+    options = parser.parse_args()
+    print(describe_machine())
+    record = {}
+    for name in options.models:
+        samples, cores = measure(name, options.batches, options.blocks)
+        record[name] = samples
+        print(f"{name}: {min(samples['plain']) / options.batches:.2f} ms a batch on one thread")
+        speeds = {"threads": cores, "slots": cores, "one slow": cores - 1 + 1 / SLOWER}
+        for candidate, full in speeds.items():
+            found = [part / full for part in ratio(samples, candidate, "plain")]
+            print(f"  {candidate:9} {found[0]:5.2f} of the sum [{found[1]:.2f}, {found[2]:.2f}]")
+        middle, low, high = ratio(samples, "slots", "threads")
+        print(f"  slots are {middle:.2f} times as fast as threads [{low:.2f}, {high:.2f}]")
+    if options.save:
+        print(save(Path(__file__).parent, options.save, {"ms_per_pass": record}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Whole batches on the replicas of a module: the forward of inference.
+
+What it holds: :class:`WholeBatches`. Why: ``DataParallel`` cuts each batch and waits for all
+shards; in inference each replica can have a batch of its own.
+Guarantees: what a batch gives depends on the source module, the batch and its number; not on slots,
+timing, or the batches before it. The source module is left as it was.
+Must not: know loaders, or who asks for which batch when.
+
+[Note: the first batch]
+What :mod:`samestep.habits` must learn of a module (does it draw random numbers? does it write its
+own parameters?) is seen by watching the default generator and the parameters. So the first batch
+runs alone, in the caller's thread; the workers start when it stands.
+
+[Note: state]
+A batch must not see what an earlier one left in the same replica, or outputs would depend on which
+slot ran what. So each replica is brought back to the source module after each batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.changes import collect, find_touched
+from samestep.context import CallerContext, Shard, ThreadGuard, has_modes, use_num_threads
+from samestep.devices import Slot, is_serial_forced
+from samestep.engine import Job, plan_runs
+from samestep.errors import note_shard
+from samestep.functional import move
+from samestep.habits import Verdict
+from samestep.lookahead import Lookahead
+from samestep.options import Options
+from samestep.replica import LazyError, Replica, home_device
+from samestep.rng import Draws, Stream, current_stream, set_current_stream
+from samestep.split import SplitPlan, plan_split
+from samestep.tie import find_tensors, map_tensors
+
+__all__ = ["WholeBatches"]
+
+Call = Callable[[Any, Any], Any]
+
+
+class WholeBatches:
+    """Runs whole batches on the replicas of a module.
+
+    Args:
+        source: the source module.
+        options: what was said to its wrapper.
+        runtime: what the wrapper keeps between calls; its replicas are borrowed.
+        call: ``call(module, batch)`` hands a batch to a replica.
+        target: where outputs land.
+    """
+
+    def __init__(
+        self, source: nn.Module, options: Options, runtime: Any, call: Call, target: torch.device
+    ) -> None:
+        self.slots, self.dim = options.slots, options.dim
+        self.num_threads = options.threads_per_replica
+        self._source, self._runtime = source, runtime
+        self._call, self._target = call, target
+        self._drawing: Any = None  # how random numbers are ruled; None: not known yet
+        self._draws = Draws()
+        self._lent: Any = None
+        self._own: dict[int, tuple[Any, set[int]]] = {}
+        self._gate = _Gate()
+
+    def begin(self) -> None:
+        """Take the caller's settings and the wrapper's replicas."""
+        self.context = CallerContext(home_device(self._source))
+        self._is_serial = has_modes() or is_serial_forced()
+        self._lent = self._runtime.lend()
+        self._set, self._habits = self._lent
+
+    def end(self, *, keep: bool) -> None:
+        """Give the replicas back, or leave them to those who still run."""
+        if keep and self._lent is not None:
+            self._set.recover()
+            self._runtime.take_back(self._lent)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the next batch must run in the caller's thread."""
+        return self._is_serial or self._drawing is None
+
+    @property
+    def places(self) -> list[int]:
+        """The slots that work at one time; others would only take turns with them."""
+        devices = [slot.device for slot in self.slots]
+        return [run[0] for run in plan_runs(devices, self._runtime.threads.num_workers)]
+
+    def run(self, ahead: Lookahead[Any], number: int, batch: Any, place: int) -> None:
+        """Run a batch on a slot's replica and put the outcome where it is waited for."""
+        guard, stream = ThreadGuard(), current_stream()
+        plan = _count(batch, self.dim)
+        rows = None if plan is None else plan.num_rows
+        try:
+            if self._drawing is None:
+                output = self._watch(number, batch, rows)
+            else:
+                replica = self._replicas[place]
+                with self._passing(plan):
+                    output = self._run(replica, number, batch, rows)
+                self._set.restore(replica)
+        except BaseException as error:
+            guard.restore()
+            set_current_stream(stream)
+            _note(error, number, rows, self.slots[place])
+            ahead.put(number, error=error)
+        else:
+            ahead.put(number, [output, rows])
+
+    def _passing(self, plan: SplitPlan | None) -> contextlib.AbstractContextManager[None]:
+        """Let torch.compile, which is not thread-safe, be alone with a batch of new shapes."""
+        if not self._habits.is_compiled:
+            return contextlib.nullcontext()
+        return self._gate.passing(alone=self._habits.must_take_turns((plan, False)))
+
+    def _watch(self, number: int, batch: Any, rows: int | None) -> Any:
+        """See [Note: the first batch]."""
+        verdict = Verdict.AGAIN
+        while verdict is Verdict.AGAIN:
+            try:
+                # No replica has rows of its own of what steps carry from call to call.
+                self._replicas = self._set.refresh(
+                    self._source, self.slots, sizes=(0,) * len(self.slots)
+                )
+            except LazyError:
+                return self._run_source(batch)
+            replica = self._replicas[0]
+            trial = self._habits.start(
+                self._source,
+                find_tensors(batch),
+                may_repeat=False,
+                can_watch=self._runtime.can_watch,
+                watch_first=True,
+            )
+            self._drawing, self._draws = trial.drawing, trial.draws
+            try:
+                replica.begin()
+                output = self._run(replica, number, batch, rows)
+                changes = collect([replica], find_touched([replica]), replica)
+                verdict = trial.judge(changes, [trial.look()], [rows or 0])
+            except BaseException:
+                trial.undo()
+                raise
+            finally:
+                self._drawing = None
+        if verdict is Verdict.WHOLE:  # it builds or initialises itself from this batch
+            return self._run_source(batch)
+        self._set.restore(replica)
+        self._drawing = self._habits.drawing
+        if self._drawing == "watch":
+            self._draws = Draws(peek=True)
+        return output
+
+    def _run_source(self, batch: Any) -> Any:
+        """Let the source module see this batch, as in a plain loop."""
+        home = home_device(self._source)
+        # Not inference mode: parameters that get their shape now must be able to train later.
+        with torch.no_grad(), use_num_threads(self.num_threads):
+            output = self._call(self._source, move(batch, home))
+            return map_tensors(lambda tensor: tensor.to(self._target), output)
+
+    def _run(self, replica: Replica, number: int, batch: Any, rows: int | None) -> Any:
+        device, count = replica.slot.device, rows or 0
+        # One shard of one: wrappers inside see that they run in parallel already.
+        shard = Shard(0, 1, 0, count, count, device)
+        forward = partial(self._forward, replica, batch)
+        job = Job(shard, forward, Stream(self._draws, number), self._drawing)
+        num_threads = self.num_threads if device.type == "cpu" else None
+        with use_num_threads(num_threads, keep=not self.context.is_own_thread):
+            return self.context.run(job, device)
+
+    def _forward(self, replica: Replica, batch: Any) -> Any:
+        with torch.inference_mode():
+            output = self._call(replica.module, move(batch, replica.slot.device))
+            own = self._find_own(replica)
+
+            def land(tensor: Tensor) -> Tensor:
+                if own and _is_dense(tensor) and tensor.untyped_storage().data_ptr() in own:
+                    # The next batch on this slot may write there before the consumer has looked.
+                    tensor = tensor.clone()
+                elif isinstance(tensor, nn.Parameter):
+                    tensor = replica.original(tensor)
+                return tensor.to(self._target)
+
+            return map_tensors(land, output)
+
+    def _find_own(self, replica: Replica) -> set[int]:
+        """Where the tensors lie that the replica holds as copies."""
+        copies, found = self._own.get(replica.slot.index, (None, set()))
+        if copies is not replica.copies:  # another list whenever a tensor was exchanged
+            tensors = [link.copy for link in replica.copies if _is_dense(link.copy)]
+            found = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+            self._own[replica.slot.index] = (replica.copies, found)
+        return found
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+
+class _Gate:
+    """Lets batches run together, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = self._num_waiting = 0
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def passing(self, *, alone: bool) -> Iterator[None]:
+        with self._changed:
+            self._num_waiting += alone  # those who come later wait for it
+            if alone:
+                self._changed.wait_for(lambda: not self._num_inside)
+            else:
+                self._changed.wait_for(lambda: not self._is_closed and not self._num_waiting)
+            self._num_waiting -= alone
+            self._num_inside += 1
+            self._is_closed = alone
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._is_closed = False
+                self._changed.notify_all()
+
+
+def _count(batch: Any, dim: int) -> SplitPlan | None:
+    """How many rows a batch has, with all shapes; None where that cannot be said."""
+    try:
+        return plan_split((batch,), {}, num_slots=1, dim=dim)
+    except ValueError:
+        return None
+
+
+def _note(error: BaseException, number: int, rows: int | None, slot: Slot) -> None:
+    size = "" if rows is None else f"{rows} rows, "
+    note_shard(error, f"in batch {number} ({size}slot {slot.index}, {slot.device})")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
