@@ -100,5 +100,171 @@ def train(
     )
 
 
-def train_hash(group, options):
+def train_hash(group, **options):
     return train(group, **options)[0]
+
+
+# -- Whole outputs ---------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Outputs of many kinds, and state of many kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, FEATURES))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.table = nn.Embedding(10, 3, sparse=True)
+        self.register_buffer("seen", torch.ones((), dtype=torch.int64))
+        self.register_buffer("level", torch.zeros(FEATURES))
+        self.calls = 0
+        self.last = None
+        self.hidden = None
+
+    def forward(self, x, names, index):
+        self.calls += 1
+        self.seen += len(x)
+        self.level = self.level + x.detach().mean(0)
+        self.last = x.detach() * 2
+        y = x * self.weight
+        self.hidden = y if self.hidden is None else y + self.hidden.detach() * 0.5
+        noise = torch.randn_like(y)
+        return {
+            "rows": y + noise * 0.1,
+            "twice": [y, (y.sum(1), None)],
+            "names": [name.upper() for name in names],
+            "loss": (y**2).mean() + self.table(index).pow(2).mean(),
+            "own": self.weight,
+            "count": torch.tensor(3),
+            "text": "same",
+            "whole": (self.hidden * 3).relu(),
+        }
+
+
+def everything(group=None, *, rows=11, replicas=5, steps=3, **options):
+    """Outputs, gradients and state after a few calls."""
+    torch.manual_seed(1)
+    module = Everything()
+    if group is not None:
+        options["process_group"] = group
+    model = samestep.DataParallel(module, replicas=replicas, buffers={"seen": "sum"}, **options)
+    found = []
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        x = torch.randn(rows, FEATURES, generator=generator).requires_grad_()
+        index = torch.randint(0, 10, (rows,), generator=generator)
+        names = [f"row {i}" for i in range(rows)]
+        out = model(x * 1.0, names, index)
+        assert out["own"] is module.weight
+        assert out["names"] == [name.upper() for name in names]
+        model.zero_grad()
+        twice, sums = out["twice"][0], out["twice"][1][0]
+        total = out["loss"] + out["rows"].sum() + (twice * sums[:, None]).mean()
+        (total + out["whole"].sum()).backward()
+        found.append([out["rows"], out["loss"], out["twice"][1][0], out["text"], out["count"]])
+        found.append([x.grad, module.weight.grad, module.table.weight.grad.to_dense()])
+        found.append([module.seen, module.level, module.last, module.hidden, module.calls])
+    assert module.unused.grad is None
+    return digest(found, torch.get_rng_state())
+
+
+def penalty(group=None, *, replicas=4, **options):
+    """A second derivative and a third: gradients of a gradient penalty."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    if group is not None:
+        options["process_group"] = group
+    model = samestep.DataParallel(module, replicas=replicas, **options)
+    x = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (curve,) = torch.autograd.grad((slope**2).sum(), x, create_graph=True)
+    ((slope.norm(2, dim=1) - 1) ** 2).mean().add((curve**2).mean()).backward()
+    return digest([slope, curve, x.grad, *(p.grad for p in module.parameters())])
+
+
+class Initialises(nn.Module):
+    """Sets its scale from the first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.is_ready:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+            self.is_ready.fill_(True)
+        return F.dropout(x * self.scale, 0.5)
+
+
+class BackwardInside(nn.Module):
+    """Accumulates gradients in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            (self.layer(x) ** 2).sum().backward()
+        return x.detach() + 1
+
+
+class Meets(nn.Module):
+    """Uses all rows inside forward, in two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 6)
+
+    def forward(self, x):
+        y = self.layer(x)
+        y = y - samestep.all_reduce(y.mean(0), "mean")
+        everyone = samestep.all_gather(y)
+        shard = samestep.current_shard()
+        start = 0 if shard is None else shard.start
+        targets = torch.arange(start, start + len(x))
+        return F.cross_entropy(y @ everyone.T, targets)
+
+
+MODULES = {
+    "initialises": Initialises,
+    "backward inside": BackwardInside,
+    "meets": Meets,
+    "a meeting in BatchNorm": lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8)),
+    "dropout": lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5)),
+    "recurrent": lambda: Takes(nn.LSTM(FEATURES, 5, 2, dropout=0.3, batch_first=True)),
+    "lazy": lambda: nn.Sequential(nn.LazyLinear(5), nn.ReLU()),
+}
+
+
+class Takes(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x[:, None])[0]
+
+
+def three_steps(group=None, name="dropout", rows=(9, 9, 2), *, replicas=4, **options):
+    """Train any module on batches of these sizes."""
+    torch.manual_seed(1)
+    module = MODULES[name]()
+    if group is not None:
+        options["process_group"] = group
+    model = samestep.DataParallel(module, replicas=replicas, **options)
+    generator = torch.Generator().manual_seed(2)
+    outs, optimizer = [], None
+    for count in rows:
+        out = model(torch.randn(count, FEATURES, generator=generator))
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+        outs.append(out.detach())
+        if out.requires_grad:
+            (out**2).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        model.eval()
+        outs.append(model(torch.randn(5, FEATURES, generator=generator)))
+    return digest(outs, model.state_dict(), torch.get_rng_state())

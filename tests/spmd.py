@@ -1,7 +1,7 @@
 """Real processes for tests: started once, they form a group of any size and run a function each.
 
-A job is a function of :mod:`rank_jobs`, called in every rank as ``job(group, *arguments)``; what it
-returns (or raises, as a :class:`Raised`) comes back in rank order.
+A job is a function of :mod:`rank_jobs`, called in every rank as ``job(group, *arguments,
+**options)``; what it returns (or raises, as a :class:`Raised`) comes back in rank order.
 """
 
 import importlib
@@ -37,10 +37,10 @@ class Ranks:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, count, job, *arguments, env=None, seconds=120):
+    def run(self, count, job, *arguments, options=None, env=None, seconds=120):
         """Run ``job`` in the first ``count`` ranks, in a group of their own."""
         for pipe in self._pipes[:count]:
-            pipe.send((count, job, arguments, env or {}))
+            pipe.send((count, job, arguments, options or {}, env or {}))
         found = []
         for rank, pipe in enumerate(self._pipes[:count]):
             if not pipe.poll(seconds):
@@ -85,12 +85,12 @@ def serve(rank, port, pipe):
     jobs = importlib.import_module("rank_jobs")
     groups = [dist.new_group(range(count)) for count in range(1, MOST + 1)]
     while (order := pipe.recv()) is not None:
-        count, name, arguments, env = order
+        count, name, arguments, options, env = order
         before = {key: os.environ.get(key) for key in env}
         os.environ.update(env)
         try:
             torch.manual_seed(0)
-            answer = getattr(jobs, name)(groups[count - 1], *arguments)
+            answer = getattr(jobs, name)(groups[count - 1], *arguments, **options)
         except BaseException as error:
             notes = tuple(getattr(error, "__notes__", ()))
             answer = Raised(type(error).__name__, str(error), traceback.format_exc(), notes)

@@ -197,6 +197,12 @@ class Runtime:
             may_repeat=1 in call.rows and has_batch_norm(module),
             can_watch=self.can_watch,
         )
+        # Before the forwards, which may write what is compared.
+        mirrored = self._mirrored(module, spread, args, kwargs)
+        # One device would not cut such a batch; only one rank can call the module, though.
+        is_plain = spread.is_local and call.plan.num_shards == 1
+        if is_plain:
+            trial.draw_plainly()
         try:
             outputs, changes, notes = run_shards(
                 replicas,
@@ -206,7 +212,7 @@ class Runtime:
                 method=method,
                 recompute=options.recompute,
                 carried=self._carried(call),
-                note=lambda: (trial.look(), self._mirrored(module, spread, args, kwargs)),
+                note=lambda: (trial.look(), mirrored),
             )
             facts = [seen for seen, _ in notes]
             if not spread.is_alone:
@@ -214,6 +220,8 @@ class Runtime:
             verdict = trial.judge(changes, facts, call.rows)
             if verdict is Verdict.STANDS:
                 spread.draw_alike(trial.draws, [seen.drawn for seen in facts])
+                if is_plain:
+                    spread.pass_on_generator()
                 output = self._gather(call, outputs, method)
                 self._keep(call, changes)
                 return output
