@@ -1,6 +1,8 @@
 """What ranks run in tests: see :mod:`spmd`. The same functions run in the test's own process."""
 
 import hashlib
+import os
+import time
 
 import torch
 import torch.nn.functional as F
@@ -268,3 +270,120 @@ def three_steps(group=None, name="dropout", rows=(9, 9, 2), *, replicas=4, **opt
         model.eval()
         outs.append(model(torch.randn(5, FEATURES, generator=generator)))
     return digest(outs, model.state_dict(), torch.get_rng_state())
+
+
+# -- Ranks that differ -----------------------------------------------------------------------------
+
+
+def loss_of(model, rows=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return model(torch.randn(rows, FEATURES, generator=generator)).sum()
+
+
+def differ(group, how, at=3):
+    """Go a few steps in which rank 1 does something else at one of them; how long it took to see.
+
+    Returns (seconds, message of the error, whether the next call works).
+    """
+    comm = find_comm(group)
+    torch.manual_seed(1)
+    layers = [nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 2)]
+    batch = "local" if how == "local" else "global"
+    is_odd = comm.rank == 1
+    model = samestep.DataParallel(
+        nn.Sequential(*layers), replicas=4, process_group=group, batch=batch
+    )
+    start = time.monotonic()
+    try:
+        for step in range(8):
+            start = time.monotonic()
+            odd = is_odd and step == at
+            if how == "dies" and odd:
+                os._exit(9)
+            if how == "parameters" and odd:
+                with torch.no_grad():
+                    layers[2].bias[1] += 1e-6
+            if how == "seed" and odd:
+                torch.manual_seed(99)
+            if how == "sleeps" and odd:
+                time.sleep(8)
+            if how == "path" and odd:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.zeros(8, FEATURES))
+                model.train()
+            if how == "skips" and odd:
+                continue
+            if how == "loss":
+                out = model(torch.ones(8, FEATURES))
+                (out.sum() * (2.0 if odd else 1.0)).backward()
+                continue
+            seed = step + 100 * (how == "batch" and odd)
+            loss = loss_of(model, rows=7 if how == "rows" and odd else 8, seed=seed)
+            if how != "backward" or not odd:
+                loss.backward()
+    except samestep.RankError as error:
+        seconds = time.monotonic() - start
+        if how in ("sleeps", "path", "backward", "dies"):
+            return seconds, str(error), None
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        torch.manual_seed(5)
+        loss_of(model).backward()
+        return seconds, str(error), True
+    return None
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        if (x > 100).any():
+            raise ZeroDivisionError("a row is too large")
+        return self.norm(self.layer(x))
+
+
+class BreaksBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if (ctx.saved_tensors[0] > 100).any():
+            raise ZeroDivisionError("a row is too large for backward")
+        return gradient * 2
+
+
+def fail(group, where, sync=False):
+    """A shard of the last rank fails; state must be as before and the next call must work."""
+    torch.manual_seed(1)
+    module = Breaks() if where == "forward" else Takes2()
+    model = samestep.DataParallel(module, replicas=4, process_group=group, sync_batch_norm=sync)
+    x = torch.randn(8, FEATURES)
+    model(x).sum().backward()
+    before = digest(model.state_dict())
+    y = x.clone()
+    y[-1] = 1000
+    try:
+        model(y).sum().backward()
+    except Exception as error:
+        kind, text, notes = type(error).__name__, str(error), getattr(error, "__notes__", [])
+    is_kept = digest(model.state_dict()) == before
+    model.zero_grad()
+    model(x).sum().backward()
+    return kind, text, list(notes), is_kept, digest([p.grad for p in model.parameters()])
+
+
+class Takes2(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2)
+
+    def forward(self, x):
+        return self.layer(BreaksBackward.apply(x * self.layer.weight.sum() ** 0))

@@ -4,6 +4,7 @@ A job is a function of :mod:`rank_jobs`, called in every rank as ``job(group, *a
 **options)``; what it returns (or raises, as a :class:`Raised`) comes back in rank order.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -45,7 +46,10 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes[:count]):
             if not pipe.poll(seconds):
                 raise TimeoutError(f"rank {rank} has not answered {job} within {seconds} s")
-            found.append(pipe.recv())
+            try:
+                found.append(pipe.recv())
+            except EOFError:  # it died
+                found.append(None)
         return found
 
     def ask(self, count, job, *arguments, **options):
@@ -57,11 +61,13 @@ class Ranks:
 
     def close(self):
         for pipe in self._pipes:
-            pipe.send(None)
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
         for process in self._processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
+                process.join()
 
 
 def find_port():
