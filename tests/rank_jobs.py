@@ -1,5 +1,6 @@
 """What ranks run in tests: see :mod:`spmd`. The same functions run in the test's own process."""
 
+import copy
 import hashlib
 import os
 import time
@@ -387,3 +388,186 @@ class Takes2(nn.Module):
 
     def forward(self, x):
         return self.layer(BreaksBackward.apply(x * self.layer.weight.sum() ** 0))
+
+
+# -- Each rank's own rows, and rivals --------------------------------------------------------------
+
+
+def split_rows(group, rows, how):
+    """Which rows each rank passes: by the split rule for 4 slots, or by hand."""
+    comm = find_comm(group)
+    if how == "rule":
+        return own_rows(group, rows, 4)
+    counts = {"uneven": [rows - 3, 3, 0, 0], "first has none": [0, 1, rows - 1, 0]}[how]
+    start = sum(counts[: comm.rank])
+    return slice(start, start + counts[comm.rank])
+
+
+def plain_steps(batches, *, sync=True):
+    """One process, the plain module, whole batches: gradients of every step, and the weights."""
+    torch.manual_seed(1)
+    net = Net(drop=0.0).double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    found = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        found.append([p.grad.clone() for p in net.parameters()])
+        optimizer.step()
+    return found, [value.clone() for value in net.state_dict().values()]
+
+
+def ragged_batches(rows=(29, 12, 7, 3)):
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(count, FEATURES, generator=generator, dtype=torch.float64),
+            torch.randint(0, CLASSES, (count,), generator=generator),
+        )
+        for count in rows
+    ]
+
+
+def local_steps(group, how="rule", rows=(29, 12, 7, 3), reduction="mean", replicas=4):
+    """The largest deviation of gradients and weights from the plain module; own rows, own loss."""
+    batches = ragged_batches(rows)
+    torch.manual_seed(1)
+    net = Net(drop=0.0).double()
+    model = samestep.DataParallel(
+        net,
+        replicas=replicas,
+        process_group=group,
+        batch="local",
+        sync_batch_norm=True,
+        reduction=reduction,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected, weights = plain_steps(batches)
+    worst = 0.0
+    for (x, y), gradients in zip(batches, expected, strict=True):
+        own = split_rows(group, len(x), how)
+        optimizer.zero_grad()
+        out = model(x[own])
+        assert out.shape == (len(x[own]), CLASSES)
+        loss = F.cross_entropy(out, y[own], reduction=reduction)
+        if reduction == "sum":
+            loss = loss / len(x)
+        loss.backward()
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            worst = max(worst, float((parameter.grad - gradient).abs().max()))
+        optimizer.step()
+    for value, weight in zip(net.state_dict().values(), weights, strict=True):
+        worst = max(worst, float((value - weight).abs().max()))
+    return worst, digest(net.state_dict())
+
+
+def ddp_steps(group, rows):
+    """How far gradients are from the plain module's, relative to their largest: torch's DDP's and
+    ours, where each rank computes the mean loss of its own rows."""
+    batches = ragged_batches(rows)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES)).double()
+    plain, ours = copy.deepcopy(net), copy.deepcopy(net)
+    ddp = nn.parallel.DistributedDataParallel(net, process_group=group)
+    model = samestep.DataParallel(ours, replicas=4, process_group=group, batch="local")
+    worst = {"ddp": 0.0, "ours": 0.0}
+    for x, y in batches:
+        own = own_rows(group, len(x), 4)
+        F.cross_entropy(plain(x), y).backward()
+        F.cross_entropy(ddp(x[own]), y[own]).backward()
+        F.cross_entropy(model(x[own]), y[own]).backward()
+        for right, theirs, mine in zip(
+            plain.parameters(), net.parameters(), ours.parameters(), strict=True
+        ):
+            scale = float(right.grad.abs().max())
+            for name, found in (("ddp", theirs), ("ours", mine)):
+                off = float((found.grad - right.grad).abs().max()) / scale
+                worst[name] = max(worst[name], off)
+        for one in (plain, net, ours):
+            one.zero_grad()
+    return worst
+
+
+def upstream(group, replicas=4):
+    """Two wrapped models in a row, each rank with its own rows: gradients of both, and of x."""
+    torch.manual_seed(1)
+    first, second = nn.Linear(FEATURES, 6).double(), nn.Linear(6, 2).double()
+    options = {"replicas": replicas, "process_group": group, "batch": "local"}
+    one, two = (samestep.DataParallel(module, **options) for module in (first, second))
+    x = torch.randn(11, FEATURES, dtype=torch.float64)
+    own = own_rows(group, 11, replicas)
+    mine = x[own].requires_grad_()
+    (two(torch.tanh(one(mine))) ** 2).mean().backward()
+    ours = [p.grad.clone() for m in (first, second) for p in m.parameters()]
+    for module in (first, second):
+        module.zero_grad()
+    (second(torch.tanh(first(x))) ** 2).mean().backward()
+    theirs = [p.grad.clone() for m in (first, second) for p in m.parameters()]
+    # Of its own rows each rank has the gradient of its own loss.
+    part = x[own].requires_grad_()
+    (second(torch.tanh(first(part))) ** 2).mean().backward()
+    off = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    return off, float((mine.grad - part.grad).abs().max())
+
+
+def few_rows(group=None, rows=(8, 3, 2, 1), batch="local", replicas=4):
+    """Batches so small that single rows join their neighbours, and one shard is left at last."""
+    torch.manual_seed(1)
+    options = {} if group is None else {"process_group": group, "batch": batch}
+    net = Net(drop=0.4)
+    model = samestep.DataParallel(net, replicas=replicas, **options)
+    generator = torch.Generator().manual_seed(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for count in rows:
+        if count == 1:
+            model.eval()
+        x = torch.randn(count, FEATURES, generator=generator)
+        y = torch.randint(0, CLASSES, (count,), generator=generator)
+        own = own_rows(group, count, replicas) if options and batch == "local" else slice(None)
+        loss = model(x[own], y[own])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return digest(losses, model.state_dict(), torch.get_rng_state())
+
+
+def refuse(group, what):
+    """What batch="local" cannot do."""
+    options = {"replicas": 4, "process_group": group, "batch": "local"}
+    x = torch.randn(3, FEATURES)
+    if what == "slots":
+        samestep.DataParallel(nn.Linear(2, 2), **options | {"replicas": 1})
+    if what == "initialises":
+        samestep.DataParallel(Initialises(), **options)(x)
+    if what == "lazy":
+        samestep.DataParallel(nn.LazyLinear(2), **options)(x)
+    if what == "no rows":
+        samestep.DataParallel(nn.Identity(), **options)(3)
+    if what == "no rows anywhere":
+        samestep.DataParallel(nn.Linear(FEATURES, 2), **options)(x[:0])
+    if what == "second derivative":
+        x.requires_grad_()
+        out = samestep.DataParallel(nn.Linear(FEATURES, 2), **options)(x)
+        torch.autograd.grad((out**2).sum(), x, create_graph=True)
+
+
+def plain_training(steps=STEPS):
+    """Twenty steps of the plain module in one process: weights."""
+    torch.manual_seed(3)
+    net = Net(drop=0.0).double()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    x, y = make_data(steps)
+    for one, targets in zip(x.double(), y, strict=True):
+        optimizer.zero_grad()
+        net(one, targets).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def plain_deviation(group, **options):
+    """How far training on ranks is from that."""
+    expected = plain_training()
+    _, state, _ = train(group, drop=0.0, double=True, sync_batch_norm=True, **options)
+    return max(float((state[name] - expected[name]).abs().max()) for name in expected)
