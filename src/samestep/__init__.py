@@ -29,6 +29,7 @@ from samestep.loader import split_loader as split_loader
 from samestep.module import DataParallel as DataParallel
 from samestep.module import data_parallel as data_parallel
 from samestep.rendezvous import is_main as is_main
+from samestep.rendezvous import seed_alike as _seed_alike
 from samestep.tree import register_batch_type as register_batch_type
 
 __all__ = [
@@ -59,3 +60,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_seed_alike()

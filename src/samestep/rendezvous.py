@@ -13,6 +13,9 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import random
+import sys
+import zlib
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ import torch.distributed as dist
 from samestep.comm import ALONE, ENV_TIMEOUT, Comm
 from samestep.errors import RankError
 
-__all__ = ["find_comm", "get_timeout", "is_main", "leave"]
+__all__ = ["find_comm", "get_timeout", "is_main", "leave", "seed_alike"]
 
 ENV_SHARED = "SAMESTEP_SHARED_MEMORY"
 
@@ -69,6 +72,23 @@ def leave() -> None:
     _made_here.clear()
 
 
+def seed_alike() -> None:
+    """Let ranks whose script has set no seed draw the same random numbers.
+
+    Called when the package is imported. Without several ranks it does nothing: torch then begins
+    with another seed in every process, and so would every rank, each with other data and another
+    shuffle.
+    """
+    if not _is_launched() or torch.initial_seed() < _LEAST_UNSEEDED:
+        return
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
+    seed = zlib.crc32(" ".join(os.environ.get(name, "") for name in names).encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
 def is_main() -> bool:
     """Whether this process is rank 0, or the only one: the one to print and to write files.
 
@@ -102,6 +122,8 @@ def get_timeout() -> float:
 # Helpers
 # ---------------------------------------------------------------------------
 
+# What torch begins with is a random number of 64 bits, what users write is seldom as large.
+_LEAST_UNSEEDED = 1 << 32
 _comms: list[tuple[Any, Comm]] = []
 _num_lines: dict[Any, int] = {}  # made for each group so far
 _made_here: list[bool] = []

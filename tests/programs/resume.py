@@ -1,0 +1,50 @@
+"""A training that saves after every step and goes on from what it finds: tests kill and start it.
+
+python resume.py FOLDER BATCH: each rank leaves a hash of the training's end in FOLDER.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import rank_jobs
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import samestep
+
+STEPS = 20
+
+folder, batch = Path(sys.argv[1]), sys.argv[2]
+rank = os.environ.get("RANK", "0")
+(folder / f"{rank}.pid").write_text(str(os.getpid()))
+
+torch.set_num_threads(1)
+torch.manual_seed(3)
+model = samestep.DataParallel(rank_jobs.Net(), replicas=8, batch=batch)
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+x, y = rank_jobs.make_data(1, rows=130)
+loader = samestep.split_loader(
+    DataLoader(TensorDataset(x[0], y[0]), batch_size=rank_jobs.ROWS, shuffle=True), model
+)
+everything = {"model": model, "optimizer": optimizer, "loader": loader}
+saved = samestep.load(folder / "last.pt", **everything, missing_ok=True)
+losses = saved["losses"] if saved else []
+while len(losses) < STEPS:
+    for rows, targets in loader:
+        optimizer.zero_grad()
+        loss = model(rows, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        samestep.save(folder / "last.pt", **everything, losses=losses, step=len(losses))
+        if samestep.is_main():
+            (folder / "step.txt").write_text(str(len(losses)))
+        if len(losses) == STEPS:
+            break
+digest = rank_jobs.digest(
+    model.state_dict(), optimizer.state_dict(), torch.stack(losses), torch.get_rng_state()
+)
+(folder / f"{rank}.hash").write_text(digest)
