@@ -15,9 +15,9 @@ FOLDER = ROOT / "benchmarks" / "numerics"
 CLAIMED = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)
 
 
-def load_script():
+def load_script(folder=FOLDER):
     """The benchmark as a module."""
-    spec = importlib.util.spec_from_file_location("numerics_run", FOLDER / "run.py")
+    spec = importlib.util.spec_from_file_location(f"{folder.name}_run", folder / "run.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -50,6 +50,14 @@ def test_the_numbers_on_the_page_are_the_measured_ones(path):
     shown = PAGE.splitlines()
     assert [line for line in lines if line and line not in shown] == []
     assert f"{results['changed by pieces']:.1%}" in PAGE
+
+
+def test_the_numbers_beside_ddp_are_the_measured_ones():
+    folder = ROOT / "benchmarks" / "ragged"
+    (path,) = (folder / "results").glob("*.json")
+    rows = load_script(folder).format_rows(json.loads(path.read_text())["deviations"])
+    assert len(rows) == 6
+    assert [row for row in rows if row not in PAGE.splitlines()] == []
 
 
 def test_results_say_where_they_were_measured():
