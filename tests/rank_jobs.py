@@ -118,7 +118,7 @@ class Everything(nn.Module):
         self.weight = nn.Parameter(torch.linspace(-1, 1, FEATURES))
         self.unused = nn.Parameter(torch.ones(2))
         self.table = nn.Embedding(10, 3, sparse=True)
-        self.register_buffer("seen", torch.ones((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("level", torch.zeros(FEATURES))
         self.calls = 0
         self.last = None

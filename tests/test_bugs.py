@@ -592,3 +592,25 @@ def test_ctrl_c_anywhere_leaves_nothing_set_in_the_thread(at):
     first = model(torch.ones(4, 3, dtype=torch.float64))
     torch.manual_seed(3)
     assert torch.equal(first, model(torch.ones(4, 3, dtype=torch.float64)))
+
+
+def test_state_that_the_first_call_leaves_is_carried_though_it_ran_on_the_whole_batch():
+    # A counter that goes from zero makes the first call run on the source module, in case it
+    # initialises itself. The hidden state of that call was then given whole to every shard.
+    class Recurs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.hidden = None
+
+        def forward(self, x):
+            self.seen += len(x)
+            self.hidden = x if self.hidden is None else x + self.hidden * 0.5
+            return self.hidden * 2
+
+    plain, module = Recurs(), Recurs()
+    model = DataParallel(module, replicas=3, buffers={"seen": "sum"})
+    for _ in range(3):
+        x = torch.randn(7, 2)
+        assert torch.equal(model(x), plain(x))
+    assert module.seen == 21

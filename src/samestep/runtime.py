@@ -51,7 +51,7 @@ from samestep.replica import LazyError, home_device, replicas_of
 from samestep.replicas import ReplicaSet
 from samestep.runner import Runner
 from samestep.split import plan_split
-from samestep.state import StateWriter
+from samestep.state import StateWriter, find_carried
 from samestep.step import run_shards
 from samestep.tie import find_tensors, map_tensors
 
@@ -234,7 +234,11 @@ class Runtime:
             trial.restore_inputs()
             call, verdict = again, Verdict.AGAIN
         if verdict is Verdict.WHOLE or self._is_plain(module, call):
-            return self._call_whole(module, call, method, args, kwargs)
+            output = self._call_whole(module, call, method, args, kwargs)
+            if verdict is Verdict.WHOLE:
+                for cell, key, tensors in find_carried(changes, call.rows):
+                    self.replicas.carry(cell, key, tensors)
+            return output
         return self._step(module, call, method, args, kwargs)
 
     def _learn(self, module: nn.Module, call: Call, error: BaseException) -> Call | None:

@@ -38,7 +38,7 @@ from samestep.reduce import tree_sum
 from samestep.snapshot import refill, set_entry, show_path
 from samestep.tree import iter_leaves, map_leaves
 
-__all__ = ["BUFFER_RULES", "StateWriter", "check_buffers"]
+__all__ = ["BUFFER_RULES", "StateWriter", "check_buffers", "find_carried"]
 
 BUFFER_RULES = ("merge", "mean", "sum", "first", "max", "min")
 
@@ -223,6 +223,25 @@ def check_buffers(buffers: Any, module: nn.Module) -> None:
                 f"buffers speaks about {name!r}, which the module does not have (its buffers: "
                 f"{known})"
             ) from None
+
+
+def find_carried(
+    changes: Changes, rows: Sequence[int]
+) -> list[tuple[Any, Any, list[tuple[Tensor, int]]]]:
+    """What a call of the whole batch on the source left with one entry per row.
+
+    Args:
+        changes: what an attempt on shards, of which nothing was kept, wrote to the same places.
+        rows: B_k of its shards.
+
+    Returns:
+        As :meth:`StateWriter.write`.
+    """
+    return [
+        (entry.cell, entry.key, _find_rows(entry.cell.get(entry.key), entry.values, rows))
+        for entry in changes.entries
+        if entry.key is not None
+    ]
 
 
 # ---------------------------------------------------------------------------
