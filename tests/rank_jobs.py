@@ -4,6 +4,7 @@ import copy
 import hashlib
 import os
 import time
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -571,3 +572,35 @@ def plain_deviation(group, **options):
     expected = plain_training()
     _, state, _ = train(group, drop=0.0, double=True, sync_batch_norm=True, **options)
     return max(float((state[name] - expected[name]).abs().max()) for name in expected)
+
+
+# -- Inference -------------------------------------------------------------------------------------
+
+
+def infer(group=None, drop=0.0, sizes=(4, 3, 5, 2, 6, 1, 4), **options):
+    """Outputs of a loader; and what is drawn afterwards."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(drop), nn.Linear(8, 2))
+    net.train(drop > 0)
+    wrapper = {} if group is None else {"process_group": group}
+    model = samestep.DataParallel(net, replicas=4, **wrapper)
+    generator = torch.Generator().manual_seed(2)
+    loader = [torch.randn(rows, FEATURES, generator=generator) for rows in sizes]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = list(samestep.map_batches(model, loader, **options))
+    return [len(out) for out in found], digest(found, torch.get_rng_state())
+
+
+def infer_and_fail(group, rows=13):
+    """One batch in the middle fails."""
+    model = samestep.DataParallel(Breaks().eval(), replicas=4, process_group=group)
+    batches = [torch.zeros(2, FEATURES) for _ in range(9)]
+    batches[4] += 1000
+    seen = 0
+    try:
+        for _ in samestep.map_batches(model, batches):
+            seen += 1
+    except Exception as error:
+        return seen, type(error).__name__, str(error), list(getattr(error, "__notes__", []))
+    return None

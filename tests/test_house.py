@@ -38,7 +38,7 @@ LAYERS = [
     ("what the ranks' shards returned and wrote", "sharing"),
     ("one call on all shards", "step"),
     ("the verbs, and what was asked for", "functional options regroup"),
-    ("what several ranks add to a call", "ranks mirror"),
+    ("what several ranks add to a call", "ranks mirror rounds"),
     ("every call", "runtime"),
     ("the wrapper, and batches that are not cut", "module whole"),
     ("a rank's process and how it ended", "starter endings"),

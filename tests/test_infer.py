@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -246,7 +247,7 @@ def test_a_slow_consumer_holds_the_slots_back(ordered):
     most_out = 0
     outputs = map_batches(wrap(make_echo(), 2), load(), ordered=ordered, max_in_flight=5)
     for taken, _ in enumerate(outputs, start=1):
-        wait_until_still(pulled)
+        wait_until_still(pulled, min(taken + 5, 20))
         most_out = max(most_out, len(pulled) - taken)
     assert most_out == 5
     assert len(pulled) == 20
@@ -256,8 +257,11 @@ def make_echo():
     return Step(lambda batch: batch + 0)
 
 
-def wait_until_still(pulled):
+def wait_until_still(pulled, at_least=0):
     """Give the slots all the time they want: they must stop by themselves."""
+    deadline = time.monotonic() + WAIT
+    while len(pulled) < at_least and time.monotonic() < deadline:
+        threading.Event().wait(0.001)
     before = -1
     while len(pulled) != before:
         before = len(pulled)
@@ -277,7 +281,7 @@ def test_a_slow_first_output_holds_the_others_back():
     def forward(batch):
         if batch.item() == 1:
             assert may_end.wait(WAIT)
-            wait_until_still(pulled)
+            wait_until_still(pulled, 1 + 7)
             assert len(pulled) == 1 + 7
         return batch + 0
 
@@ -296,7 +300,7 @@ def test_the_default_bound_is_six_batches_per_slot():
     outputs = map_batches(wrap(make_echo(), 2), load())
     next(outputs)  # alone, before the workers start
     next(outputs)
-    wait_until_still(pulled)
+    wait_until_still(pulled, 2 + 6 * 2)
     assert len(pulled) == 2 + 6 * 2
     outputs.close()
 

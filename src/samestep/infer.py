@@ -12,10 +12,12 @@ Must not: cut batches into shards, or own the bookkeeping of order and bounds (`
 from __future__ import annotations
 
 import atexit
+import contextlib
+import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -28,6 +30,7 @@ from samestep.lookahead import Lookahead
 from samestep.module import DataParallel
 from samestep.progress import Meter, Progress
 from samestep.regroup import regroup
+from samestep.rounds import share_rounds
 from samestep.whole import WholeBatches
 from samestep.workers import pool
 
@@ -55,7 +58,8 @@ def map_batches(
 ) -> Iterator[Any]:
     """Run a model on every batch of a loader, several batches at a time, and yield the outputs.
 
-    Each slot takes the next whole batch when it is free. Everything runs in
+    Each slot takes the next whole batch when it is free. With several ranks each takes every so
+    manieth batch, and all get all outputs, always in order. Everything runs in
     ``torch.inference_mode``: outputs have no graph and cannot get one (``output.clone()`` can).
 
     Args:
@@ -120,7 +124,6 @@ def map_batches(
             "itself; call model.eval() before map_batches",
             stacklevel=2,
         )
-    limit = max_in_flight or _AHEAD * wrapper.num_replicas
     inference = WholeBatches(
         wrapper.module,
         wrapper._samestep_options,
@@ -128,7 +131,10 @@ def map_batches(
         call or _call,
         target,
     )
-    return _iterate(inference, loader, meter, batch_size, limit, ordered)
+    limit = max_in_flight or _AHEAD * len(inference.slots)
+    if inference.comm.num_ranks == 1:
+        return _iterate(inference, loader, meter, batch_size, limit, ordered)
+    return _iterate_together(inference, loader, meter, batch_size, limit)
 
 
 def _iterate(
@@ -138,7 +144,7 @@ def _iterate(
     batch_size: int | None,
     limit: int,
     ordered: bool,
-) -> Iterator[Any]:
+) -> Generator[Any]:
     """The iterator that :func:`map_batches` returns. Nothing runs before its first ``next``."""
     crew: _Crew | None = None
     is_quiet = True
@@ -148,8 +154,9 @@ def _iterate(
         batches = iter(loader)
         if batch_size is not None:
             batches = regroup(batches, batch_size, inference.dim)
-        # Numbers come with the batches: several processes could each take every so manieth pair.
-        ahead = Lookahead(enumerate(batches), limit=limit, ordered=ordered)
+        comm = inference.comm
+        mine = itertools.islice(enumerate(batches), comm.rank, None, comm.num_ranks)
+        ahead = Lookahead(mine, limit=limit, ordered=ordered)
         # What is yielded is popped: a frame that waits must not keep an output alive.
         while inference.is_alone and (pair := ahead.pull()) is not None:
             inference.run(ahead, *pair, 0)
@@ -171,6 +178,19 @@ def _iterate(
         finally:
             inference.end(keep=is_quiet)
             meter.close()
+
+
+def _iterate_together(
+    inference: WholeBatches,
+    loader: Iterable[Any],
+    meter: Meter,
+    batch_size: int | None,
+    limit: int,
+) -> Iterator[Any]:
+    """The same on several ranks: this rank's batches here, everyone's outputs for the caller."""
+    own = _iterate(inference, loader, meter, batch_size, limit, True)
+    with contextlib.closing(own):
+        yield from share_rounds(own, inference.comm, lambda: inference.draws)
 
 
 class _Crew:

@@ -31,11 +31,12 @@ from samestep.changes import collect, find_touched
 from samestep.context import CallerContext, Shard, ThreadGuard, has_modes, use_num_threads
 from samestep.devices import Slot, is_serial_forced
 from samestep.engine import Job, plan_runs
-from samestep.errors import note_shard
+from samestep.errors import RankError, note_shard
 from samestep.functional import move
 from samestep.habits import Verdict
 from samestep.lookahead import Lookahead
 from samestep.options import Options
+from samestep.ranks import own_slots
 from samestep.replica import LazyError, Replica, home_device
 from samestep.rng import Draws, Stream, current_stream, set_current_stream
 from samestep.split import SplitPlan, plan_split
@@ -60,7 +61,10 @@ class WholeBatches:
     def __init__(
         self, source: nn.Module, options: Options, runtime: Any, call: Call, target: torch.device
     ) -> None:
-        self.slots, self.dim = options.slots, options.dim
+        comm = runtime.comm
+        own = own_slots(comm, len(options.slots)) or [0]
+        self.slots, self.dim = [options.slots[k] for k in own], options.dim
+        self.comm = comm
         self.num_threads = options.threads_per_replica
         self._source, self._runtime = source, runtime
         self._call, self._target = call, target
@@ -82,6 +86,11 @@ class WholeBatches:
         if keep and self._lent is not None:
             self._set.recover()
             self._runtime.take_back(self._lent)
+
+    @property
+    def draws(self) -> Draws:
+        """The source of seeds of this iteration."""
+        return self._draws
 
     @property
     def is_alone(self) -> bool:
@@ -161,6 +170,11 @@ class WholeBatches:
 
     def _run_source(self, batch: Any) -> Any:
         """Let the source module see this batch, as in a plain loop."""
+        if self.comm.num_ranks > 1:
+            raise RankError(
+                "the module initialises itself from the first batch it sees, and each rank sees "
+                "another one; run one batch through the module in every rank before map_batches"
+            )
         home = home_device(self._source)
         # Not inference mode: parameters that get their shape now must be able to train later.
         with torch.no_grad(), use_num_threads(self.num_threads):
