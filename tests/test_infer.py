@@ -247,7 +247,7 @@ def test_a_slow_consumer_holds_the_slots_back(ordered):
     most_out = 0
     outputs = map_batches(wrap(make_echo(), 2), load(), ordered=ordered, max_in_flight=5)
     for taken, _ in enumerate(outputs, start=1):
-        wait_until_still(pulled, min(taken + 5, 20))
+        wait_until_still(pulled, min(taken + 5, 20) * (taken > 1))  # the first runs alone
         most_out = max(most_out, len(pulled) - taken)
     assert most_out == 5
     assert len(pulled) == 20
