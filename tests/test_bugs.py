@@ -614,3 +614,14 @@ def test_state_that_the_first_call_leaves_is_carried_though_it_ran_on_the_whole_
         x = torch.randn(7, 2)
         assert torch.equal(model(x), plain(x))
     assert module.seen == 21
+
+
+def test_a_shard_run_by_itself_says_why_it_cannot_meet_others():
+    # all_reduce under the functional parallel_apply raised an internal signal without a text.
+    class Meets(nn.Module):
+        def forward(self, x):
+            return samestep.all_reduce(x.sum())
+
+    replicas = samestep.replicate(Meets(), ["cpu", "cpu"])
+    with pytest.raises(Exception, match="let the shards of a DataParallel meet"):
+        samestep.parallel_apply(replicas, [torch.ones(2), torch.ones(2)])

@@ -185,7 +185,10 @@ def join_shards(value: Tensor, dim: int, total: Total, place: int | str) -> Tens
 
 def _next_key(place: int | str) -> Key:
     if _current.member is None:
-        raise MeetingNeeded
+        raise MeetingNeeded(
+            "all_reduce and all_gather let the shards of a DataParallel meet; what runs the shards "
+            "here (parallel_apply?) runs each by itself"
+        )
     _, _, counter = _current.member
     counter[0] += 1
     return "forward", counter[0], place

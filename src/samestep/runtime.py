@@ -106,6 +106,9 @@ class Runtime:
     def __reduce__(self) -> Any:
         return Runtime, self._arguments
 
+    def __deepcopy__(self, memo: Any) -> Runtime:
+        return Runtime(*self._arguments, self.comm)
+
     def _make_replicas(self) -> None:
         self.replicas = ReplicaSet(prepare=partial(prepare, sync=self.options.sync_batch_norm))
         self.habits = Habits(self.replicas)
