@@ -58,7 +58,7 @@ def test_the_time_out_is_what_was_set(monkeypatch):
 
 
 def test_a_group_without_torch_distributed_is_refused():
-    with pytest.raises(ValueError, match="torch.distributed is not initialized"):
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialized"):
         rendezvous.find_comm(object())
 
 
