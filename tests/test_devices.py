@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from samestep import devices
 from samestep.devices import Slot, is_serial_forced, plan_slots, resolve_device
 
 CPU = torch.device("cpu")
@@ -162,3 +163,35 @@ def test_the_argument_is_named(no_accelerator):
 
 def test_meta_is_a_device_for_plans():
     assert resolve_device("meta") == torch.device("meta")
+
+
+class Far:
+    """Stands for a tensor on an accelerator; copies to another one arrive as they are told to."""
+
+    def __init__(self, device, route=()):
+        self.device, self.route = torch.device(device), route
+
+    def to(self, device, **_):
+        return Far(device, (*self.route, str(device)))
+
+    def cpu(self):
+        return Far("cpu", (*self.route, "cpu"))
+
+
+@pytest.mark.parametrize(("arrives", "route"), [(True, ("cuda:1",)), (False, ("cpu", "cuda:1"))])
+def test_a_pair_of_accelerators_that_garbles_copies_goes_through_the_host(
+    monkeypatch, arrives, route
+):
+    monkeypatch.setattr(devices, "_arrives", lambda source, target: arrives)
+    assert devices.move_tensor(Far("cuda:0"), torch.device("cuda:1")).route == route
+    assert devices.move_tensor(Far("cpu"), torch.device("cuda:1")).route == ("cuda:1",)
+
+
+def test_garbled_copies_are_noticed(monkeypatch):
+    devices._arrives.cache_clear()
+    assert devices._arrives(torch.device("cpu"), torch.device("cpu"))
+    monkeypatch.setattr(torch, "equal", lambda one, other: False)
+    devices._arrives.cache_clear()
+    with pytest.warns(UserWarning, match="copies from cpu to cpu do not arrive as they were sent"):
+        assert not devices._arrives(torch.device("cpu"), torch.device("cpu"))
+    devices._arrives.cache_clear()

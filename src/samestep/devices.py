@@ -9,13 +9,23 @@ Must not: look at modules or batches, or start anything.
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-__all__ = ["Slot", "is_serial_forced", "owner_of_slot", "plan_slots", "resolve_device"]
+__all__ = [
+    "Slot",
+    "is_serial_forced",
+    "move_tensor",
+    "owner_of_slot",
+    "plan_slots",
+    "resolve_device",
+]
 
 ENV_REPLICAS = "SAMESTEP_REPLICAS"
 ENV_SERIAL = "SAMESTEP_SERIAL"
@@ -146,9 +156,44 @@ def plan_slots(
     return tuple(Slot(k, found.get(k, devices[0])) for k in range(num_slots))
 
 
+def move_tensor(tensor: Tensor, device: torch.device, *, non_blocking: bool = False) -> Tensor:
+    """Return ``tensor`` on ``device``: itself if it is there.
+
+    Copies between two accelerators are tried out at the first use of a pair. On some machines (an
+    input-output memory manager in the way, a broken driver) they arrive as garbage, without an
+    error; such pairs go through the host's memory, with one warning.
+    """
+    source = tensor.device
+    if source == device:
+        return tensor
+    kinds = (source.type, device.type)
+    if "cpu" not in kinds and "meta" not in kinds and not _arrives(source, device):
+        return tensor.cpu().to(device)
+    return tensor.to(device, non_blocking=non_blocking)
+
+
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+@functools.cache
+def _arrives(source: torch.device, target: torch.device) -> bool:
+    """Whether what is copied from one accelerator to another is there afterwards."""
+    with torch.no_grad():
+        sent = torch.arange(_NUM_TRIED, device=source)
+        is_right = torch.equal(sent.to(target).cpu(), torch.arange(_NUM_TRIED))
+    if not is_right:
+        warnings.warn(
+            f"copies from {source} to {target} do not arrive as they were sent; they go through "
+            f"the host's memory instead, which is slower. The machine's drivers or its IOMMU "
+            f"settings are at fault",
+            stacklevel=2,
+        )
+    return is_right
+
+
+_NUM_TRIED = 1 << 18  # entries of 8 bytes: several pages
 
 
 def _num_accelerators() -> int:
