@@ -1,6 +1,9 @@
 """What ranks run in tests: see :mod:`spmd`. The same functions run in the test's own process."""
 
+import copy
 import hashlib
+import os
+import time
 
 import torch
 import torch.nn.functional as F
@@ -100,8 +103,477 @@ def train(
     )
 
 
-def train_hash(group, options):
+def train_hash(group, **options):
     return train(group, **options)[0]
+
+
+# -- Whole outputs ---------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Outputs of many kinds, and state of many kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, FEATURES))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.table = nn.Embedding(10, 3, sparse=True)
+        self.register_buffer("seen", torch.ones((), dtype=torch.int64))
+        self.register_buffer("level", torch.zeros(FEATURES))
+        self.calls = 0
+        self.last = None
+        self.hidden = None
+
+    def forward(self, x, names, index):
+        self.calls += 1
+        self.seen += len(x)
+        self.level = self.level + x.detach().mean(0)
+        self.last = x.detach() * 2
+        y = x * self.weight
+        self.hidden = y if self.hidden is None else y + self.hidden.detach() * 0.5
+        noise = torch.randn_like(y)
+        return {
+            "rows": y + noise * 0.1,
+            "twice": [y, (y.sum(1), None)],
+            "names": [name.upper() for name in names],
+            "loss": (y**2).mean() + self.table(index).pow(2).mean(),
+            "own": self.weight,
+            "count": torch.tensor(3),
+            "text": "same",
+            "whole": (self.hidden * 3).relu(),
+        }
+
+
+def everything(group=None, *, rows=11, replicas=5, steps=3, **options):
+    """Outputs, gradients and state after a few calls."""
+    torch.manual_seed(1)
+    module = Everything()
+    if group is not None:
+        options["process_group"] = group
+    model = samestep.DataParallel(module, replicas=replicas, buffers={"seen": "sum"}, **options)
+    found = []
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        x = torch.randn(rows, FEATURES, generator=generator).requires_grad_()
+        index = torch.randint(0, 10, (rows,), generator=generator)
+        names = [f"row {i}" for i in range(rows)]
+        out = model(x * 1.0, names, index)
+        assert out["own"] is module.weight
+        assert out["names"] == [name.upper() for name in names]
+        model.zero_grad()
+        twice, sums = out["twice"][0], out["twice"][1][0]
+        total = out["loss"] + out["rows"].sum() + (twice * sums[:, None]).mean()
+        (total + out["whole"].sum()).backward()
+        found.append([out["rows"], out["loss"], out["twice"][1][0], out["text"], out["count"]])
+        found.append([x.grad, module.weight.grad, module.table.weight.grad.to_dense()])
+        found.append([module.seen, module.level, module.last, module.hidden, module.calls])
+    assert module.unused.grad is None
+    return digest(found, torch.get_rng_state())
+
+
+def penalty(group=None, *, replicas=4, **options):
+    """A second derivative and a third: gradients of a gradient penalty."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    if group is not None:
+        options["process_group"] = group
+    model = samestep.DataParallel(module, replicas=replicas, **options)
+    x = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (curve,) = torch.autograd.grad((slope**2).sum(), x, create_graph=True)
+    ((slope.norm(2, dim=1) - 1) ** 2).mean().add((curve**2).mean()).backward()
+    return digest([slope, curve, x.grad, *(p.grad for p in module.parameters())])
+
+
+class Initialises(nn.Module):
+    """Sets its scale from the first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.is_ready:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+            self.is_ready.fill_(True)
+        return F.dropout(x * self.scale, 0.5)
+
+
+class BackwardInside(nn.Module):
+    """Accumulates gradients in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            (self.layer(x) ** 2).sum().backward()
+        return x.detach() + 1
+
+
+class Meets(nn.Module):
+    """Uses all rows inside forward, in two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 6)
+
+    def forward(self, x):
+        y = self.layer(x)
+        y = y - samestep.all_reduce(y.mean(0), "mean")
+        everyone = samestep.all_gather(y)
+        shard = samestep.current_shard()
+        start = 0 if shard is None else shard.start
+        targets = torch.arange(start, start + len(x))
+        return F.cross_entropy(y @ everyone.T, targets)
+
+
+MODULES = {
+    "initialises": Initialises,
+    "backward inside": BackwardInside,
+    "meets": Meets,
+    "a meeting in BatchNorm": lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8)),
+    "dropout": lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5)),
+    "recurrent": lambda: Takes(nn.LSTM(FEATURES, 5, 2, dropout=0.3, batch_first=True)),
+    "lazy": lambda: nn.Sequential(nn.LazyLinear(5), nn.ReLU()),
+}
+
+
+class Takes(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x[:, None])[0]
+
+
+def three_steps(group=None, name="dropout", rows=(9, 9, 2), *, replicas=4, **options):
+    """Train any module on batches of these sizes."""
+    torch.manual_seed(1)
+    module = MODULES[name]()
+    if group is not None:
+        options["process_group"] = group
+    model = samestep.DataParallel(module, replicas=replicas, **options)
+    generator = torch.Generator().manual_seed(2)
+    outs, optimizer = [], None
+    for count in rows:
+        out = model(torch.randn(count, FEATURES, generator=generator))
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+        outs.append(out.detach())
+        if out.requires_grad:
+            (out**2).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        model.eval()
+        outs.append(model(torch.randn(5, FEATURES, generator=generator)))
+    return digest(outs, model.state_dict(), torch.get_rng_state())
+
+
+# -- Ranks that differ -----------------------------------------------------------------------------
+
+
+def loss_of(model, rows=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return model(torch.randn(rows, FEATURES, generator=generator)).sum()
+
+
+def differ(group, how, at=3):
+    """Go a few steps in which rank 1 does something else at one of them; how long it took to see.
+
+    Returns (seconds, message of the error, whether the next call works).
+    """
+    comm = find_comm(group)
+    torch.manual_seed(1)
+    layers = [nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 2)]
+    batch = "local" if how == "local" else "global"
+    is_odd = comm.rank == 1
+    model = samestep.DataParallel(
+        nn.Sequential(*layers), replicas=4, process_group=group, batch=batch
+    )
+    start = time.monotonic()
+    try:
+        for step in range(8):
+            start = time.monotonic()
+            odd = is_odd and step == at
+            if how == "dies" and odd:
+                os._exit(9)
+            if how == "parameters" and odd:
+                with torch.no_grad():
+                    layers[2].bias[1] += 1e-6
+            if how == "seed" and odd:
+                torch.manual_seed(99)
+            if how == "sleeps" and odd:
+                time.sleep(8)
+            if how == "path" and odd:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.zeros(8, FEATURES))
+                model.train()
+            if how == "skips" and odd:
+                continue
+            if how == "loss":
+                out = model(torch.ones(8, FEATURES))
+                (out.sum() * (2.0 if odd else 1.0)).backward()
+                continue
+            seed = step + 100 * (how == "batch" and odd)
+            loss = loss_of(model, rows=7 if how == "rows" and odd else 8, seed=seed)
+            if how != "backward" or not odd:
+                loss.backward()
+    except samestep.RankError as error:
+        seconds = time.monotonic() - start
+        if how in ("sleeps", "path", "backward", "dies"):
+            return seconds, str(error), None
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        torch.manual_seed(5)
+        loss_of(model).backward()
+        return seconds, str(error), True
+    return None
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        if (x > 100).any():
+            raise ZeroDivisionError("a row is too large")
+        return self.norm(self.layer(x))
+
+
+class BreaksBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if (ctx.saved_tensors[0] > 100).any():
+            raise ZeroDivisionError("a row is too large for backward")
+        return gradient * 2
+
+
+def fail(group, where, sync=False):
+    """A shard of the last rank fails; state must be as before and the next call must work."""
+    torch.manual_seed(1)
+    module = Breaks() if where == "forward" else Takes2()
+    model = samestep.DataParallel(module, replicas=4, process_group=group, sync_batch_norm=sync)
+    x = torch.randn(8, FEATURES)
+    model(x).sum().backward()
+    before = digest(model.state_dict())
+    y = x.clone()
+    y[-1] = 1000
+    try:
+        model(y).sum().backward()
+    except Exception as error:
+        kind, text, notes = type(error).__name__, str(error), getattr(error, "__notes__", [])
+    is_kept = digest(model.state_dict()) == before
+    model.zero_grad()
+    model(x).sum().backward()
+    return kind, text, list(notes), is_kept, digest([p.grad for p in model.parameters()])
+
+
+class Takes2(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2)
+
+    def forward(self, x):
+        return self.layer(BreaksBackward.apply(x * self.layer.weight.sum() ** 0))
+
+
+# -- Each rank's own rows, and rivals --------------------------------------------------------------
+
+
+def split_rows(group, rows, how):
+    """Which rows each rank passes: by the split rule for 4 slots, or by hand."""
+    comm = find_comm(group)
+    if how == "rule":
+        return own_rows(group, rows, 4)
+    counts = {"uneven": [rows - 3, 3, 0, 0], "first has none": [0, 1, rows - 1, 0]}[how]
+    start = sum(counts[: comm.rank])
+    return slice(start, start + counts[comm.rank])
+
+
+def plain_steps(batches, *, sync=True):
+    """One process, the plain module, whole batches: gradients of every step, and the weights."""
+    torch.manual_seed(1)
+    net = Net(drop=0.0).double()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    found = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        found.append([p.grad.clone() for p in net.parameters()])
+        optimizer.step()
+    return found, [value.clone() for value in net.state_dict().values()]
+
+
+def ragged_batches(rows=(29, 12, 7, 3)):
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(count, FEATURES, generator=generator, dtype=torch.float64),
+            torch.randint(0, CLASSES, (count,), generator=generator),
+        )
+        for count in rows
+    ]
+
+
+def local_steps(group, how="rule", rows=(29, 12, 7, 3), reduction="mean", replicas=4):
+    """The largest deviation of gradients and weights from the plain module; own rows, own loss."""
+    batches = ragged_batches(rows)
+    torch.manual_seed(1)
+    net = Net(drop=0.0).double()
+    model = samestep.DataParallel(
+        net,
+        replicas=replicas,
+        process_group=group,
+        batch="local",
+        sync_batch_norm=True,
+        reduction=reduction,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    expected, weights = plain_steps(batches)
+    worst = 0.0
+    for (x, y), gradients in zip(batches, expected, strict=True):
+        own = split_rows(group, len(x), how)
+        optimizer.zero_grad()
+        out = model(x[own])
+        assert out.shape == (len(x[own]), CLASSES)
+        loss = F.cross_entropy(out, y[own], reduction=reduction)
+        if reduction == "sum":
+            loss = loss / len(x)
+        loss.backward()
+        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+            worst = max(worst, float((parameter.grad - gradient).abs().max()))
+        optimizer.step()
+    for value, weight in zip(net.state_dict().values(), weights, strict=True):
+        worst = max(worst, float((value - weight).abs().max()))
+    return worst, digest(net.state_dict())
+
+
+def ddp_steps(group, rows):
+    """How far gradients are from the plain module's, relative to their largest: torch's DDP's and
+    ours, where each rank computes the mean loss of its own rows."""
+    batches = ragged_batches(rows)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES)).double()
+    plain, ours = copy.deepcopy(net), copy.deepcopy(net)
+    ddp = nn.parallel.DistributedDataParallel(net, process_group=group)
+    model = samestep.DataParallel(ours, replicas=4, process_group=group, batch="local")
+    worst = {"ddp": 0.0, "ours": 0.0}
+    for x, y in batches:
+        own = own_rows(group, len(x), 4)
+        F.cross_entropy(plain(x), y).backward()
+        F.cross_entropy(ddp(x[own]), y[own]).backward()
+        F.cross_entropy(model(x[own]), y[own]).backward()
+        for right, theirs, mine in zip(
+            plain.parameters(), net.parameters(), ours.parameters(), strict=True
+        ):
+            scale = float(right.grad.abs().max())
+            for name, found in (("ddp", theirs), ("ours", mine)):
+                off = float((found.grad - right.grad).abs().max()) / scale
+                worst[name] = max(worst[name], off)
+        for one in (plain, net, ours):
+            one.zero_grad()
+    return worst
+
+
+def upstream(group, replicas=4):
+    """Two wrapped models in a row, each rank with its own rows: gradients of both, and of x."""
+    torch.manual_seed(1)
+    first, second = nn.Linear(FEATURES, 6).double(), nn.Linear(6, 2).double()
+    options = {"replicas": replicas, "process_group": group, "batch": "local"}
+    one, two = (samestep.DataParallel(module, **options) for module in (first, second))
+    x = torch.randn(11, FEATURES, dtype=torch.float64)
+    own = own_rows(group, 11, replicas)
+    mine = x[own].requires_grad_()
+    (two(torch.tanh(one(mine))) ** 2).mean().backward()
+    ours = [p.grad.clone() for m in (first, second) for p in m.parameters()]
+    for module in (first, second):
+        module.zero_grad()
+    (second(torch.tanh(first(x))) ** 2).mean().backward()
+    theirs = [p.grad.clone() for m in (first, second) for p in m.parameters()]
+    # Of its own rows each rank has the gradient of its own loss.
+    part = x[own].requires_grad_()
+    (second(torch.tanh(first(part))) ** 2).mean().backward()
+    off = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    return off, float((mine.grad - part.grad).abs().max())
+
+
+def few_rows(group=None, rows=(8, 3, 2, 1), batch="local", replicas=4):
+    """Batches so small that single rows join their neighbours, and one shard is left at last."""
+    torch.manual_seed(1)
+    options = {} if group is None else {"process_group": group, "batch": batch}
+    net = Net(drop=0.4)
+    model = samestep.DataParallel(net, replicas=replicas, **options)
+    generator = torch.Generator().manual_seed(2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for count in rows:
+        if count == 1:
+            model.eval()
+        x = torch.randn(count, FEATURES, generator=generator)
+        y = torch.randint(0, CLASSES, (count,), generator=generator)
+        own = own_rows(group, count, replicas) if options and batch == "local" else slice(None)
+        loss = model(x[own], y[own])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return digest(losses, model.state_dict(), torch.get_rng_state())
+
+
+def refuse(group, what):
+    """What batch="local" cannot do."""
+    options = {"replicas": 4, "process_group": group, "batch": "local"}
+    x = torch.randn(3, FEATURES)
+    if what == "slots":
+        samestep.DataParallel(nn.Linear(2, 2), **options | {"replicas": 1})
+    if what == "initialises":
+        samestep.DataParallel(Initialises(), **options)(x)
+    if what == "lazy":
+        samestep.DataParallel(nn.LazyLinear(2), **options)(x)
+    if what == "no rows":
+        samestep.DataParallel(nn.Identity(), **options)(3)
+    if what == "no rows anywhere":
+        samestep.DataParallel(nn.Linear(FEATURES, 2), **options)(x[:0])
+    if what == "second derivative":
+        x.requires_grad_()
+        out = samestep.DataParallel(nn.Linear(FEATURES, 2), **options)(x)
+        torch.autograd.grad((out**2).sum(), x, create_graph=True)
+
+
+def plain_training(steps=STEPS):
+    """Twenty steps of the plain module in one process: weights."""
+    torch.manual_seed(3)
+    net = Net(drop=0.0).double()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    x, y = make_data(steps)
+    for one, targets in zip(x.double(), y, strict=True):
+        optimizer.zero_grad()
+        net(one, targets).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def plain_deviation(group, **options):
+    """How far training on ranks is from that."""
+    expected = plain_training()
+    _, state, _ = train(group, drop=0.0, double=True, sync_batch_norm=True, **options)
+    return max(float((state[name] - expected[name]).abs().max()) for name in expected)
+
+
+# -- Backward at once ------------------------------------------------------------------------------
 
 
 def input_gradients(group, replicas, eager):

@@ -1,9 +1,10 @@
 """Real processes for tests: started once, they form a group of any size and run a function each.
 
-A job is a function of :mod:`rank_jobs`, called in every rank as ``job(group, *arguments)``; what it
-returns (or raises, as a :class:`Raised`) comes back in rank order.
+A job is a function of :mod:`rank_jobs`, called in every rank as ``job(group, *arguments,
+**options)``; what it returns (or raises, as a :class:`Raised`) comes back in rank order.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -37,15 +38,18 @@ class Ranks:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def run(self, count, job, *arguments, env=None, seconds=120):
+    def run(self, count, job, *arguments, options=None, env=None, seconds=120):
         """Run ``job`` in the first ``count`` ranks, in a group of their own."""
         for pipe in self._pipes[:count]:
-            pipe.send((count, job, arguments, env or {}))
+            pipe.send((count, job, arguments, options or {}, env or {}))
         found = []
         for rank, pipe in enumerate(self._pipes[:count]):
             if not pipe.poll(seconds):
                 raise TimeoutError(f"rank {rank} has not answered {job} within {seconds} s")
-            found.append(pipe.recv())
+            try:
+                found.append(pipe.recv())
+            except EOFError:  # it died
+                found.append(None)
         return found
 
     def ask(self, count, job, *arguments, **options):
@@ -57,11 +61,13 @@ class Ranks:
 
     def close(self):
         for pipe in self._pipes:
-            pipe.send(None)
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
         for process in self._processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
+                process.join()
 
 
 def find_port():
@@ -85,12 +91,12 @@ def serve(rank, port, pipe):
     jobs = importlib.import_module("rank_jobs")
     groups = [dist.new_group(range(count)) for count in range(1, MOST + 1)]
     while (order := pipe.recv()) is not None:
-        count, name, arguments, env = order
+        count, name, arguments, options, env = order
         before = {key: os.environ.get(key) for key in env}
         os.environ.update(env)
         try:
             torch.manual_seed(0)
-            answer = getattr(jobs, name)(groups[count - 1], *arguments)
+            answer = getattr(jobs, name)(groups[count - 1], *arguments, **options)
         except BaseException as error:
             notes = tuple(getattr(error, "__notes__", ()))
             answer = Raised(type(error).__name__, str(error), traceback.format_exc(), notes)

@@ -59,7 +59,7 @@ def test_one_slot_adds_nothing(options, monkeypatch):
         raise AssertionError("called for one slot")
 
     for name in ("scatter", "replicate", "run_shards", "gather", "plan_split"):
-        monkeypatch.setattr(f"samestep.module.{name}", refuse)
+        monkeypatch.setattr(f"samestep.runtime.{name}", refuse)
     module = Echo()
     model = DataParallel(module, **options)
     x, table = torch.randn(7, 3), defaultdict(list, a=[torch.ones(2)])

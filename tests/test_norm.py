@@ -231,7 +231,7 @@ def test_a_wrong_number_of_dims_is_refused_when_synchronised_too():
 
 def make_record(module, *pieces, factor=0.1):
     calls = [CallStatistics(len(p), p.mean(0), p.var(0), factor) for p in pieces]
-    return NormRecord(module, calls)
+    return NormRecord(module, 0, calls)
 
 
 def test_pooling_two_unequal_shards_by_hand():
@@ -247,7 +247,7 @@ def test_pooling_two_unequal_shards_by_hand():
 def test_shards_that_called_it_unequally_often_are_not_pooled():
     module, x = make(), rows(6).detach()
     assert merge_statistics([make_record(module, x[:3], x[:3]), make_record(module, x[3:])]) is None
-    assert merge_statistics([NormRecord(module), NormRecord(module)]) is None
+    assert merge_statistics([NormRecord(module, 0), NormRecord(module, 0)]) is None
 
 
 def test_modules_that_normalise_a_batch_are_known():

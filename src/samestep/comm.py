@@ -242,8 +242,9 @@ class Comm:
                     raise RankError(self._dead)
                 self.num_messages += 1
                 messages = [Message(*pickle.loads(s)) for s in self._send_small(said, kind)]
-                if not isinstance(value, Failure):
-                    _check_failures(messages)
+                if isinstance(value, Failure):
+                    return messages  # wherever the others are: they know now
+                _check_failures(messages)
                 kinds = {m.kind for m in messages if not m.is_following} or {kind}
                 if kinds == {kind}:
                     return messages

@@ -40,7 +40,8 @@ __all__ = ["Engine", "Job", "SerialEngine", "ThreadEngine", "plan_runs"]
 
 # How a shard's random numbers are ruled: see the notes in rng.py. "swap" is for models that draw by
 # functions that cannot be intercepted: the shard runs alone, with the default generator swapped.
-Drawing = Literal["watch", "intercept", "swap"]
+# "plain": the default generator is this shard's, as if there were no shards.
+Drawing = Literal["watch", "intercept", "swap", "plain"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Job:
     def __call__(self) -> Any:
         """Run in this thread."""
         with use_shard(self.shard):
+            if self.drawing == "plain":
+                return self.function()
             if self.drawing == "swap":
                 with self.stream.swapped_in():
                     return self.function()

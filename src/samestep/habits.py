@@ -167,6 +167,10 @@ class Trial:
         self.drawing: Any = drawing
         self.draws = Draws(peek=drawing == "watch")
 
+    def draw_plainly(self) -> None:
+        """Let the one shard of this call draw from the default generator, as one device would."""
+        self.drawing, self._can_watch = "plain", False
+
     def look(self) -> Facts:
         """What was seen in this process; ask after the forwards."""
         # By value, as a write through .data has no version.

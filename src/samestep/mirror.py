@@ -6,8 +6,8 @@ training would go on and mean nothing.
 
 Guarantees: a script without a seed is as if each rank had begun with rank 0's. In the first calls,
 and whenever the batch has a new form, everything is compared by checksum before any forward runs.
-In every call a few entries of each tensor of the batch and one tensor of the module are, in turn,
-so that nothing that drifts apart stays unseen.
+In every call a few entries of each tensor of the batch are, and a few tensors of the module in
+turn, so that nothing that drifts apart stays unseen.
 Must not: change anything after the start.
 """
 
@@ -33,6 +33,8 @@ __all__ = ["Mirror", "start_alike"]
 _NUM_FIRST = 2  # calls in which everything is compared
 _NUM_PICKED = 256  # entries of a tensor that are looked at in every call
 _NUM_FORMS = 256
+_NUM_IN_TURN = 4  # tensors of the module that are looked at in every call,
+_BYTES_IN_TURN = 1 << 16  # and about how many bytes
 
 Sums = dict[str, Any]
 
@@ -82,6 +84,7 @@ class Mirror:
     def __init__(self) -> None:
         self._num_calls = 0
         self._forms: set[Any] = set()
+        self._turn = 0  # which of the module's tensors is looked at next
 
     def compare(
         self, spread: Spread, module: nn.Module, batch: Any, form: Any, setting: Any
@@ -112,12 +115,17 @@ class Mirror:
         self.check(spread, spread.agree("first look", own))
 
     def note(self, spread: Spread, module: nn.Module, batch: Any) -> dict[str, Sums]:
-        """A few entries of the batch, and one tensor of the module: for :meth:`check`."""
-        tensors = dict(module.named_parameters())
-        names = list(tensors)
-        turn = names[self._num_calls % len(names)] if names else ""
+        """A few entries of the batch, and a few tensors of the module: for :meth:`check`."""
+        tensors = list(module.named_parameters())
+        found: Sums = {}
+        num_bytes = 0
+        while len(found) < min(_NUM_IN_TURN, len(tensors)) and num_bytes < _BYTES_IN_TURN:
+            name, tensor = tensors[self._turn % len(tensors)]
+            self._turn += 1
+            found[name] = _sum(tensor, _NUM_ALL)
+            num_bytes += tensor.numel() * tensor.element_size()
         return {
-            "module": {turn: _sum(tensors[turn], _NUM_ALL)} if names else {},
+            "module": found,
             "batch": {} if spread.is_local else _sum_batch(batch, _NUM_PICKED),
         }
 

@@ -105,9 +105,9 @@ def open_call(comm: Comm, options: Options, plan: SplitPlan, name: str) -> Call:
                 split = [split[k] for k in run]
             sizes |= dict(zip(run, plan_sizes(count or 0, len(run), split), strict=False))
     slots = [k for k, size in sizes.items() if size]
-    whole = SplitPlan(total, tuple(sizes[k] for k in slots), tuple(slots), plan.leaves)
     if not slots:
-        return _make_call(comm, options, dataclasses.replace(whole, slots=(0,)), None, name)
+        raise SplitError("no rank has a row in this batch; skip it in every rank")
+    whole = SplitPlan(total, tuple(sizes[k] for k in slots), tuple(slots), plan.leaves)
     return _make_call(comm, options, whole, plan, name)
 
 

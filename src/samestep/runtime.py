@@ -199,6 +199,12 @@ class Runtime:
             can_watch=self.can_watch,
         )
         eager = self._eager(call, method)
+        # Before the forwards, which may write what is compared.
+        mirrored = self._mirrored(module, spread, args, kwargs)
+        # One device would not cut such a batch; only one rank can call the module, though.
+        is_plain = spread.is_local and call.plan.num_shards == 1
+        if is_plain:
+            trial.draw_plainly()
         try:
             outputs, changes, notes = run_shards(
                 replicas,
@@ -209,7 +215,7 @@ class Runtime:
                 recompute=options.recompute,
                 eager=eager,
                 carried=self._carried(call),
-                note=lambda: (trial.look(), self._mirrored(module, spread, args, kwargs)),
+                note=lambda: (trial.look(), mirrored),
             )
             facts = [seen for seen, _ in notes]
             if not spread.is_alone:
@@ -217,6 +223,8 @@ class Runtime:
             verdict = trial.judge(changes, facts, call.rows)
             if verdict is Verdict.STANDS:
                 spread.draw_alike(trial.draws, [seen.drawn for seen in facts])
+                if is_plain:
+                    spread.pass_on_generator()
                 output = self._gather(call, outputs, method)
                 if eager is not None:
                     output = eager.tie(output, changes)

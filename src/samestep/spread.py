@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from samestep.comm import Comm, Failure
@@ -111,6 +112,13 @@ class Spread:
             )
         if seeds and draws.drawn is None:
             draws.draw()
+
+    def pass_on_generator(self) -> None:
+        """Give every rank the default generator's state of the rank with the one shard."""
+        state = torch.get_rng_state() if self.mine else None
+        found = self.agree("random state", state)[self.owners[0]]
+        if found is not None:
+            torch.set_rng_state(found)
 
     def share(
         self,

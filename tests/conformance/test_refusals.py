@@ -200,7 +200,7 @@ REFUSALS = [
     Refusal(
         "`sync_batch_norm` while a function or dispatch mode is active",
         RuntimeError,
-        "Leave the mode, or use sync_batch_norm=False",
+        "Leave the mode, or do without them",
         synchronise_under_a_mode,
     ),
     Refusal(
