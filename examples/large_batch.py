@@ -91,9 +91,7 @@ def main():
     source = torch.Generator().manual_seed(2)
     views = make_views(source)
     budget = 1.2 * measure_peak(make_model(), views[:FITTING])
-    print(
-        f"memory: {budget / 1e6:.1f} MB, enough for a step on {FITTING} rows; batch: {len(views)}"
-    )
+    print(f"memory: {budget / 1e6:.1f} MB, for a step on {FITTING} rows; batch: {len(views)}")
 
     kept = DataParallel(make_model(), replicas=TIMES, workers=1)
     needed = measure_peak(kept, views)

@@ -513,7 +513,7 @@ BAD: list = []
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_any_number_of_ranks_trains_to_the_same_bits(ranks, count, batch):
     alone = rank_jobs.train(workers=2)[0]
-    found = ranks.ask(count, "train_hash", batch=batch, eager_backward=True)
+    found = ranks.ask(count, "train_hash", options={"batch": batch, "eager_backward": True})
     assert found == [alone] * count
 
 
