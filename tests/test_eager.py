@@ -119,6 +119,24 @@ def test_any_other_factor_is_one_more_rounding():
         assert one is None or torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-6)
 
 
+def test_large_gradients_are_added_by_slices_to_the_same_bits():
+    def kind():
+        return nn.Sequential(nn.Linear(4, 600), nn.Linear(600, 1200), Total())
+
+    found = []
+    for options in ({"workers": 1}, {"workers": 3}, {"eager_backward": False}):
+        model = make(kind, replicas=5, **options)
+        model(torch.ones(9, 4).cumsum(0)).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert_same_bits(found[0], found[2])
+    assert_same_bits(found[1], found[2])
+
+
+class Total(nn.Module):
+    def forward(self, x):
+        return x.sin().mean()
+
+
 def test_the_shards_run_once_per_step(monkeypatch):
     model, (x, y) = make(), make_batch()
     engine = use_workers(model, 2)._samestep_runtime.threads

@@ -46,7 +46,8 @@ from samestep.tree import find_batch_type, open_container
 __all__ = ["EagerBackward"]
 
 MaybeTensors = list[Tensor | None]
-Foreign = dict[int, tuple[Tensor, Tensor]]  # by id: a tensor of the user's, and its gradient
+# By id: a tensor of the user's own, and its gradient.
+Foreign = dict[int, tuple[Tensor, Tensor | None]]
 
 
 class EagerBackward:
@@ -66,6 +67,7 @@ class EagerBackward:
         self._rows, self._dim = rows, dim
         self._out_dims, self._reduction = out_dims, reduction
         self._local_found: dict[int, MaybeTensors] = {}
+        self._foreign: dict[int, Foreign] = {}
         self._like_rows: set[int] = set()
 
     def begin(
@@ -95,7 +97,6 @@ class EagerBackward:
         self._sums: TreeSum[MaybeTensors] = TreeSum(
             num_shards, sum_lists, is_large=is_large if is_shared else None
         )
-        self._foreign: TreeSum[Foreign] = TreeSum(num_shards, _sum_foreign)
 
     def run(
         self, k: int, replica: Replica, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -114,7 +115,7 @@ class EagerBackward:
         with torch._C.DisableTorchFunction():
             losses, weights = self._find_losses(k, replica, output)
             edges = [make_edge(loss) for loss in losses]
-            gradients = [torch.ones_like(x) * w for x, w in zip(losses, weights, strict=True)]
+            gradients = [x.new_full((), w) for x, w in zip(losses, weights, strict=True)]
             leaves = {id(loss): loss.detach().requires_grad_() for loss in losses}
             output = map_tensors(lambda tensor: leaves.get(id(tensor), tensor), output)
             del losses  # what is not held here is free as soon as the backward has passed it
@@ -146,8 +147,8 @@ class EagerBackward:
         found = list(zip([own[key].source for key in self._keys], totals, strict=True))
         for tensors, gradients in zip(self._local, self._share_local(), strict=True):
             found += zip(tensors, gradients, strict=False)  # other ranks' rows have none
-        for part in self._foreign.parts().values():
-            found += part.values()
+        if self._foreign:
+            found += self._sum_foreign()
         pairs = [(tensor, gradient) for tensor, gradient in found if gradient is not None]
         losses = {id(t): t for t in find_tensors(output) if t.requires_grad and id(t) not in own}
         if not losses or not pairs:
@@ -164,7 +165,9 @@ class EagerBackward:
         self, k: int, replica: Replica, output: Any
     ) -> tuple[list[Tensor], list[float]]:
         """The losses in shard k's output, and what each weighs in the batch's."""
-        losses, weights, seen = [], [], set()
+        losses: list[Tensor] = []
+        weights: list[float] = []
+        seen: set[int] = set()
         for tensor, word in self._walk(output, self._out_dims, k):
             if not tensor.requires_grad or replica.original(tensor) is not tensor:
                 continue
@@ -253,14 +256,9 @@ class EagerBackward:
             each = [next(found) if leaf.requires_grad else None for leaf in leaves]
             self._local_found[k] = each[len(own) :]
             home = self._runner.home
-            self._foreign.add(
-                k,
-                {
-                    key: (leaf, gradient)
-                    for (key, leaf), gradient in zip(foreign.items(), found, strict=True)
-                    if gradient is not None
-                },
-            )
+            if foreign:
+                pairs = zip(foreign.values(), found, strict=True)
+                self._foreign[k] = dict(zip(foreign, pairs, strict=True))
             self._sums.add(k, [g if g is None else g.to(home) for g in each[: len(own)]])
 
     def _check_foreign(self, leaves: Iterable[Tensor]) -> None:
@@ -290,6 +288,15 @@ class EagerBackward:
                     f"({entry.key!r}), but with eager_backward=True the backward is over when "
                     f"forward returns; store it detached, or return it as a loss"
                 )
+
+    def _sum_foreign(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The user's own tensors that shards reached, and their gradients."""
+        leaves = {key: leaf for row in self._foreign.values() for key, (leaf, _) in row.items()}
+        sums: TreeSum[MaybeTensors] = TreeSum(self._runner.spread.num_shards, sum_lists)
+        for k in self._runner.spread.mine:
+            row = self._foreign.get(k, {})
+            sums.add(k, [row[key][1] if key in row else None for key in leaves])
+        return list(zip(leaves.values(), sums.result(), strict=True))
 
     def _share_local(self) -> list[MaybeTensors]:
         """Per shard of the call, the gradients of its L leaves."""
@@ -360,21 +367,13 @@ def _refuse_float16() -> None:
             )
 
 
-@contextlib.contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Run a backward as outside of autocast, where the user's own would be."""
-    with contextlib.ExitStack() as stack:
-        for kind in {"cpu", device.type} - {"meta"}:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-def _sum_foreign(left: Foreign, right: Foreign) -> Foreign:
-    total = left | right
-    for key in left.keys() & right.keys():
-        total[key] = (left[key][0], left[key][1] + right[key][1])
-    return total
+    stack = contextlib.ExitStack()
+    for kind in {"cpu", device.type} - {"meta"}:
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def _find_scale(gradients: Sequence[Tensor | None], spread: Spread) -> float | Tensor:
