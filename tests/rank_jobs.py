@@ -604,3 +604,25 @@ def infer_and_fail(group, rows=13):
     except Exception as error:
         return seen, type(error).__name__, str(error), list(getattr(error, "__notes__", []))
     return None
+
+
+# -- Backward at once ------------------------------------------------------------------------------
+
+
+def input_gradients(group, replicas, eager):
+    """A hash of the gradients of inputs, one cut and one whole, and of the parameters."""
+    torch.manual_seed(3)
+    options = {} if group is None else {"process_group": group}
+    model = samestep.DataParallel(Net(), replicas=replicas, eager_backward=eager, **options)
+    x, y = make_data(1)
+    x = x[0].requires_grad_()
+    shift = torch.zeros(FEATURES, requires_grad=True)
+    model(x + shift, y[0]).backward()
+    return digest(x.grad, shift.grad, *(p.grad for p in model.parameters()))
+
+
+def scale_by_rank(group):
+    """Each rank multiplies the loss by another number."""
+    model = samestep.DataParallel(Net(), replicas=4, eager_backward=True, process_group=group)
+    x, y = make_data(1)
+    (model(x[0], y[0]) * (1 + find_comm(group).rank)).backward()

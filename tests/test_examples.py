@@ -111,6 +111,25 @@ def test_contrastive_says_that_a_single_row_has_no_negatives():
     assert "(shards of one row: 64 of 64; without negatives their loss is 0)" in text
 
 
+def test_a_large_batch_takes_the_memory_of_a_small_one():
+    text = run_script("large_batch.py", "--steps", "5")
+    assert "batch: 128\n" in text
+    assert "gradients of both equal to the last bit: yes\n" in text
+    (kept,) = find_numbers(r"activations kept: .* MB, (\S+) times the memory", text)
+    (again,) = find_numbers(r"run again in backward: .* MB, (\S+) times the memory", text)
+    assert again <= 1.0
+    assert kept > 20
+    losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+)\n", text)]
+    assert losses[4] < losses[0]
+
+
+def test_a_large_batch_needs_a_step(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_main("large_batch", "--steps", "0", monkeypatch=monkeypatch)
+    assert stop.value.code == 2
+    assert "--steps must be at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [("--steps", "0"), ("--steps", "-3"), ("--replicas", "0")])
 @pytest.mark.parametrize("name", WITH_OPTIONS)
 def test_a_count_below_one_is_an_error_of_usage(name, words, monkeypatch, capsys):

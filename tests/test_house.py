@@ -36,6 +36,7 @@ LAYERS = [
     ("one graph of all shards", "stitch"),
     ("what shards returned, in the caller's graph", "tie"),
     ("what the ranks' shards returned and wrote", "sharing"),
+    ("a shard's backward right after its forward", "eager"),
     ("one call on all shards", "step"),
     ("the verbs, and what was asked for", "functional options regroup"),
     ("what several ranks add to a call", "ranks mirror rounds"),

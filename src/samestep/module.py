@@ -53,6 +53,12 @@ class DataParallel(Wrapper):
         sync_batch_norm: normalise with the whole batch's statistics.
         recompute: keep no activations; backward runs each shard's forward again, shard by shard, so
             that a batch takes the memory of the shards that run at one time.
+        eager_backward: for modules that return their loss: each shard's backward follows its
+            forward at once, so that activations of one shard exist per worker, and the shards are
+            waited for once per step. What needs a gradient in forward's output must be 0-dim and
+            floating; anything else in it must be detached. The gradients are multiplied by the
+            gradient that arrives later: exact for 1 and other powers of two. Several losses must
+            get the same one. Not with ``recompute``, float16 autocast or ``create_graph=True``.
         threads_per_replica: intra-op threads of a CPU slot; part of what fixes the bits.
         workers: threads that run CPU slots; None: one per core that this process may use. It does
             not change a bit.
@@ -93,6 +99,7 @@ class DataParallel(Wrapper):
         buffers: str | Mapping[str, str] = "merge",
         sync_batch_norm: bool = False,
         recompute: bool = False,
+        eager_backward: bool = False,
         threads_per_replica: int = 1,
         workers: int | None = None,
         batch: str = "global",
@@ -114,6 +121,7 @@ class DataParallel(Wrapper):
             reduction=reduction,
             sync_batch_norm=sync_batch_norm,
             recompute=recompute,
+            eager_backward=eager_backward,
             threads_per_replica=threads_per_replica,
             workers=workers,
             batch=batch,

@@ -37,6 +37,7 @@ class Options:
     reduction: str
     sync_batch_norm: bool
     recompute: bool
+    eager_backward: bool
     threads_per_replica: int
     workers: int | None
     batch: str
@@ -67,9 +68,15 @@ class Options:
             object.__setattr__(self, "split", tuple(self.split))  # the user's list may change
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {self.reduction!r}; it must be 'mean' or 'sum'")
-        for name in ("sync_batch_norm", "recompute"):
+        for name in ("sync_batch_norm", "recompute", "eager_backward"):
             flag = getattr(self, name)
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} must be True or False, got {flag!r}")
+        if self.recompute and self.eager_backward:
+            raise ValueError(
+                "recompute=True and eager_backward=True both keep the activations of one shard at "
+                "a time; use eager_backward=True alone if the module returns its loss, and "
+                "recompute=True alone otherwise"
+            )
         check_in_dims(self.in_dims)
         check_out_dims(self.out_dims)

@@ -28,6 +28,7 @@ from samestep.changes import Changes
 from samestep.comm import Comm
 from samestep.context import current_shard, must_run_plainly, use_num_threads
 from samestep.devices import Slot, is_serial_forced
+from samestep.eager import EagerBackward
 from samestep.engine import Engine, SerialEngine, ThreadEngine
 from samestep.errors import RankError, note_shard
 from samestep.functional import (
@@ -200,6 +201,7 @@ class Runtime:
             may_repeat=1 in call.rows and has_batch_norm(module),
             can_watch=self.can_watch,
         )
+        eager = self._eager(call, method)
         # Before the forwards, which may write what is compared.
         mirrored = self._mirrored(module, spread, args, kwargs)
         # One device would not cut such a batch; only one rank can call the module, though.
@@ -214,6 +216,7 @@ class Runtime:
                 model=model,
                 method=method,
                 recompute=options.recompute,
+                eager=eager,
                 carried=self._carried(call),
                 note=lambda: (trial.look(), mirrored),
             )
@@ -226,6 +229,8 @@ class Runtime:
                 if is_plain:
                     spread.pass_on_generator()
                 output = self._gather(call, outputs, method)
+                if eager is not None:
+                    output = eager.tie(output, changes)
                 self._keep(call, changes)
                 return output
         except BaseException as error:
@@ -281,6 +286,14 @@ class Runtime:
             reduction=options.reduction,
         )
         return scale_gradients(output, self._share(call), map_tensors)
+
+    def _eager(self, call: Call, method: str | None) -> EagerBackward | None:
+        options = self.options
+        if not options.eager_backward or method is not None or not torch.is_grad_enabled():
+            return None
+        return EagerBackward(
+            call.rows, out_dims=options.out_dims, reduction=options.reduction, dim=options.dim
+        )
 
     def _share(self, call: Call) -> float:
         """What a gradient of this rank's own loss counts for in the batch's."""

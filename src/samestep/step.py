@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from samestep.changes import Changes
+from samestep.eager import EagerBackward
 from samestep.errors import StateWarning
 from samestep.links import Rows
 from samestep.recompute import Recomputation
@@ -45,6 +46,7 @@ def run_shards(
     model: Replica | None = None,
     method: str | None = None,
     recompute: bool = False,
+    eager: EagerBackward | None = None,
     carried: Sequence[Mapping[int, Rows]] = (),
     note: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Any], Changes, list[Any]]:
@@ -58,6 +60,7 @@ def run_shards(
         model: any replica, for a rank without shards; the first one if None.
         method: the method to call; None: the module itself, hooks and all.
         recompute: keep no activations; each forward runs again in its backward.
+        eager: lets each backward follow its forward at once; only in grad mode.
         carried: per shard of the call, which rows it has of tensors on the module (by id).
         note: anything that every rank is to know after the forwards.
 
@@ -78,19 +81,24 @@ def run_shards(
         map_tensors(inputs[k].replace, here[j]) if k in inputs else here[j]
         for j, k in enumerate(spread.mine)
     ]
+    if eager is not None:
+        _add_carried(replicas, model, leaves, local, spread.mine, carried)
+        eager.begin(model, leaves, local, runner)
     try:
-        outputs = _run(replicas, here, runner, method, recompute)
+        outputs = _run(replicas, here, runner, method, recompute, eager)
     except Exception as error:
         spread.fail("forward", error)
         raise
     for given in inputs.values():
         given.check()
-    if torch.is_grad_enabled():
+    is_tied = torch.is_grad_enabled() and eager is None  # else there is no graph to tie
+    if is_tied:
         _add_carried(replicas, model, leaves, local, spread.mine, carried)
-    told = share_forward(outputs, replicas, model, leaves, runner, note)
+    with torch.set_grad_enabled(is_tied):
+        told = share_forward(outputs, replicas, model, leaves, runner, note)
     if told.has_gradients:
         _collect_gradients(replicas, model, runner)
-    if not torch.is_grad_enabled():
+    if not is_tied:
         return told.outputs, told.changes, told.notes
     num_shards, changes = spread.num_shards, told.changes
     trees: list[Any] = told.outputs
@@ -114,6 +122,7 @@ def _run(
     runner: Runner,
     method: str | None,
     recompute: bool,
+    eager: EagerBackward | None,
 ) -> list[Any]:
     """Run the forwards of the shards that are here."""
     for replica in replicas:
@@ -125,6 +134,11 @@ def _run(
         if recompute and torch.is_grad_enabled()
     ]
     called: Sequence[Callable[..., Any]] = again or functions
+    if eager is not None:
+        called = [
+            partial(eager.run, k, replica, function)
+            for k, replica, function in zip(runner.spread.mine, replicas, functions, strict=True)
+        ]
     with _no_parametrization_cache():
         outputs = runner.run(
             [
