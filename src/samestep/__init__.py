@@ -30,6 +30,7 @@ from samestep.module import DataParallel as DataParallel
 from samestep.module import data_parallel as data_parallel
 from samestep.rendezvous import is_main as is_main
 from samestep.tree import register_batch_type as register_batch_type
+from samestep.tune import tune_cpu as tune_cpu
 
 __all__ = [
     "DataParallel",
@@ -56,6 +57,7 @@ __all__ = [
     "save",
     "scatter",
     "split_loader",
+    "tune_cpu",
 ]
 
 __version__ = "0.1.0"
