@@ -37,6 +37,7 @@ __all__ = [
     "median_ratio",
     "ratio",
     "save",
+    "single",
 ]
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine meet here
@@ -57,10 +58,9 @@ class Findings:
         print(f"  {what}: {middle:.3g} {unit} [{low:.3g}, {high:.3g}] (goal {goal})", flush=True)
 
     def save(self, folder, name):
-        """Write everything, if a name is given."""
+        """Write everything so far, if a name is given: what is stopped midway is not lost."""
         if name:
-            record = {"findings": self.found, "ms_per_step": self.samples}
-            print(save(Path(folder), name, record))
+            save(Path(folder), name, {"findings": self.found, "ms_per_step": self.samples})
 
 
 class Part:
@@ -98,9 +98,7 @@ def geometric_mean(pairs, resamples=1000):
     def mean(lists):
         return math.exp(statistics.mean(math.log(statistics.median(one)) for one in lists))
 
-    drawn = sorted(
-        mean([draw.choices(one, k=len(one)) for one in pairs]) for _ in range(resamples)
-    )
+    drawn = sorted(mean([draw.choices(one, k=len(one)) for one in pairs]) for _ in range(resamples))
     return Ratio(mean(pairs), drawn[int(0.025 * resamples)], drawn[int(0.975 * resamples)])
 
 

@@ -79,7 +79,10 @@ def main():
     if options.tuned:
         print(samestep.tune_cpu())
     findings = Findings()
-    found = [measure(name, options, findings) for name in options.models]
+    found = []
+    for name in options.models:
+        found.append(measure(name, options, findings))
+        findings.save(Path(__file__).parent, options.save)
     to_plain = [pairs for pairs, _ in found if pairs is not None]
     if len(to_plain) > 1:
         findings.add(
