@@ -141,7 +141,7 @@ def main():
             findings.add(what, value, target=targets.get(candidate), goal=goal)
         middle, low, high = ratio(samples, "slots", "threads")
         print(f"  slots are {middle:.2f} times as fast as threads [{low:.2f}, {high:.2f}]")
-    findings.save(Path(__file__).parent, options.save)
+        findings.save(Path(__file__).parent, options.save)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def main():
         measure_starting,
     ):
         measure(options, findings)
-    findings.save(Path(__file__).parent, options.save)
+        findings.save(Path(__file__).parent, options.save)
 
 
 if __name__ == "__main__":

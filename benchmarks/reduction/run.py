@@ -97,7 +97,7 @@ def main():
     findings = Findings()
     for measure in (measure_bandwidth, measure_small, measure_order):
         measure(options, findings)
-    findings.save(Path(__file__).parent, options.save)
+        findings.save(Path(__file__).parent, options.save)
 
 
 if __name__ == "__main__":

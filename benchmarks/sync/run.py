@@ -50,7 +50,7 @@ def main():
     findings = Findings()
     for name in ("lstm", "many", "wide"):
         measure(name, options, findings)
-    findings.save(Path(__file__).parent, options.save)
+        findings.save(Path(__file__).parent, options.save)
 
 
 if __name__ == "__main__":

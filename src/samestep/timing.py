@@ -17,7 +17,6 @@ import math
 import os
 import platform
 import random
-import statistics
 import sys
 import time
 import traceback
@@ -133,6 +132,8 @@ def ratio(samples: Mapping[str, Sequence[float]], candidate: str, baseline: str)
 
 def median_ratio(pairs: Sequence[float]) -> Ratio:
     """The median of ratios and its 95 % bootstrap interval."""
+    import statistics  # what it loads, `import samestep` need not wait for
+
     draw = random.Random(0)  # its own: the caller's random numbers are not touched
     medians = sorted(
         statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(NUM_RESAMPLES)
