@@ -1,106 +1,120 @@
-"""Compare variants of the same work, interleaved in one run, as ratios with their intervals.
+"""What all benchmarks share beyond :mod:`samestep.timing`: findings, raw samples, arguments.
 
-Blocks of at least 50 ms alternate (A B B A ...), the first two of each variant are dropped, and a
-ratio is the median over pairs of neighbouring blocks with a bootstrap interval: what disturbs the
-machine disturbs both. Absolute times mean little on a shared machine; the raw samples keep them.
+A finding is a median with its 95 % interval, and, if it bears on a target, the number of the target
+in docs/performance.md and the goal. ``summary.py`` reads what is written here.
 """
 
+import argparse
 import json
+import math
 import os
-import platform
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
-import torch
+from samestep.timing import (
+    Processes,
+    Ratio,
+    compare,
+    describe_machine,
+    median_ratio,
+    ratio,
+    read_ticks,
+)
 
-BLOCK_S = 0.05
-NUM_DROPPED = 2
-NUM_RESAMPLES = 2000
+__all__ = [
+    "Findings",
+    "Part",
+    "Processes",
+    "Ratio",
+    "compare",
+    "describe_machine",
+    "differences",
+    "geometric_mean",
+    "make_parser",
+    "median_ratio",
+    "ratio",
+    "save",
+    "single",
+]
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine meet here
+TICKS = read_ticks()
 
 
-def compare(
-    variants: dict[str, Callable[[], object]], *, num_blocks: int = 40
-) -> dict[str, list[float]]:
-    """Time each variant in interleaved blocks.
+class Findings:
+    """What a benchmark found, printed as it comes and written at the end."""
 
-    Args:
-        variants: name -> one step; each sets what it needs (thread counts) by itself.
-        num_blocks: blocks per variant, the dropped ones included.
+    def __init__(self):
+        self.found, self.samples = [], {}
 
-    Returns:
-        name -> milliseconds per step, block by block, in the order they were run.
-    """
-    names = list(variants)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for block in range(num_blocks):
-        for name in names if block % 2 == 0 else reversed(names):
-            samples[name].append(_time_block(variants[name]))
-    return {name: times[NUM_DROPPED:] for name, times in samples.items()}
+    def add(self, what, value, *, target=None, goal=None, unit="times"):
+        """Note one figure; ``goal`` is such as ">= 1.0", or None for what is only told."""
+        middle, low, high = value
+        fields = {"middle": middle, "low": low, "high": high}
+        self.found.append({"target": target, "what": what, "goal": goal, "unit": unit} | fields)
+        print(f"  {what}: {middle:.3g} {unit} [{low:.3g}, {high:.3g}] (goal {goal})", flush=True)
+
+    def save(self, folder, name):
+        """Write everything so far, if a name is given: what is stopped midway is not lost."""
+        if name:
+            save(Path(folder), name, {"findings": self.found, "ms_per_step": self.samples})
 
 
-def ratio(
-    samples: dict[str, list[float]], candidate: str, baseline: str
-) -> tuple[float, float, float]:
-    """Return how many times as fast the candidate is: median and its 95 % bootstrap interval."""
-    pairs = [b / c for b, c in zip(samples[baseline], samples[candidate], strict=True)]
+class Part:
+    """A variant of which only ``body`` is timed, not what ``prepare`` does before it."""
+
+    def __init__(self, prepare, body):
+        self.prepare, self.body = prepare, body
+
+    def time_block(self, seconds):
+        count, spent = 0, 0.0
+        while count == 0 or spent < seconds:
+            given = self.prepare()
+            start = time.perf_counter()
+            self.body(given)
+            spent += time.perf_counter() - start
+            count += 1
+        return spent / count * 1e3
+
+
+def differences(samples, candidate, baseline, scale=1e3):
+    """How much longer the candidate takes, in microseconds (or scaled otherwise)."""
+    pairs = zip(samples[candidate], samples[baseline], strict=True)
+    return median_ratio([(own - theirs) * scale for own, theirs in pairs])
+
+
+def single(samples, name, scale=1.0):
+    """A time as it is, in milliseconds (or scaled otherwise)."""
+    return median_ratio([value * scale for value in samples[name]])
+
+
+def geometric_mean(pairs, resamples=1000):
+    """The geometric mean of medians, with its interval; ``pairs`` has one list per model."""
     draw = random.Random(0)
-    medians = sorted(
-        statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(NUM_RESAMPLES)
-    )
-    low, high = medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES)]
-    return statistics.median(pairs), low, high
+
+    def mean(lists):
+        return math.exp(statistics.mean(math.log(statistics.median(one)) for one in lists))
+
+    drawn = sorted(mean([draw.choices(one, k=len(one)) for one in pairs]) for _ in range(resamples))
+    return Ratio(mean(pairs), drawn[int(0.025 * resamples)], drawn[int(0.975 * resamples)])
 
 
-def describe_machine() -> dict[str, object]:
-    """Versions, cores, load and thread settings: what a reader must know of a figure."""
-    return {
-        "date": date.today().isoformat(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg(),
-        "steal_frac": _steal_frac(),
-        "intra_op_threads": torch.get_num_threads(),
-        "environment": {
-            key: value for key, value in os.environ.items() if key.startswith(("OMP_", "GOMP_"))
-        },
-    }
+def make_parser(doc, blocks=40, seconds=20.0):
+    """The arguments that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=blocks, help="blocks per variant")
+    parser.add_argument("--seconds", type=float, default=seconds, help="the most per comparison")
+    parser.add_argument("--save", metavar="NAME", help="keep the raw samples under this name")
+    return parser
 
 
-def save(folder: Path, name: str, record: dict[str, object]) -> Path:
+def save(folder, name, record):
     """Write raw samples and the machine to ``results/<date>_<name>.json``."""
     path = folder / "results" / f"{date.today().isoformat()}_{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": describe_machine(), **record}, indent=1) + "\n")
+    machine = describe_machine(TICKS)
+    path.write_text(json.dumps({"machine": machine, **record}, indent=1) + "\n")
     return path
-
-
-def _time_block(step: Callable[[], object]) -> float:
-    count, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < BLOCK_S:
-        step()
-        count += 1
-    return elapsed / count * 1e3
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-def _steal_frac() -> float | None:
-    """The share of time that the host took away, since the machine started."""
-    try:
-        ticks = list(map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]))
-    except OSError:
-        return None
-    return ticks[7] / sum(ticks)

@@ -14,7 +14,7 @@ MAX_LINES = 450
 # From the ground up. A module may import our own modules only from layers before its own, so two of
 # one layer know nothing of each other.
 LAYERS = [
-    ("ground", "errors adapters devices segments snapshot progress trace"),
+    ("ground", "errors adapters devices segments snapshot progress trace timing tune"),
     ("what a container is", "tree"),
     ("what cutting and joining share", "rows dims"),
     (
@@ -41,6 +41,7 @@ LAYERS = [
     ("the verbs, and what was asked for", "functional options regroup"),
     ("what several ranks add to a call", "ranks mirror rounds"),
     ("every call", "runtime"),
+    ("which number of replicas is fastest", "auto"),
     ("the wrapper, and batches that are not cut", "module whole"),
     ("a rank's process and how it ended", "starter endings"),
     ("where the ranks write", "output"),
@@ -48,7 +49,9 @@ LAYERS = [
     ("a step, seen from outside", "observe"),
     ("what a proof is made of", "findings drawing mixing remedies"),
     ("one call, run both ways", "trials"),
-    ("proof and measurement", "check launch bench report tutorial"),
+    ("a measurement, shown", "report"),
+    ("proof", "check launch tutorial"),
+    ("measurement of a model", "bench"),
     ("the command line", "cli"),
     ("python -m", "__main__"),
 ]

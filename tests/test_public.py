@@ -34,6 +34,7 @@ NAMES = {
     "save",
     "scatter",
     "split_loader",
+    "tune_cpu",
 }
 
 SIGNATURES = {
@@ -75,6 +76,7 @@ SIGNATURES = {
         "path, *, model=None, optimizer=None, scheduler=None, scaler=None, loader=None, step=None, "
         "background=False, process_group=None, **more"
     ),
+    "tune_cpu": "*, memory=True, num_threads=None",
     "split_loader": "loader, model=None, *, replicas=None, split='chunk', process_group=None",
 }
 
@@ -88,7 +90,7 @@ AS_IN_TORCH = {
     "scatter": (nn.parallel.scatter, 0),
 }
 
-ATTRIBUTES = {"call", "explain", "num_replicas", "refresh", "slots", "stats"}
+ATTRIBUTES = {"call", "choice", "explain", "num_replicas", "refresh", "slots", "stats"}
 
 
 def find(path):

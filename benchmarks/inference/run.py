@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _harness import compare, describe_machine, ratio, save
+from _harness import Findings, compare, describe_machine, ratio
 
 from samestep import DataParallel, map_batches
 
@@ -126,19 +126,22 @@ def main():
     parser.add_argument("--save", metavar="NAME", help="keep the raw samples under this name")
     options = parser.parse_args()
     print(describe_machine())
-    record = {}
+    findings = Findings()
     for name in options.models:
         samples, cores = measure(name, options.batches, options.blocks)
-        record[name] = samples
-        print(f"{name}: {min(samples['plain']) / options.batches:.2f} ms a batch on one thread")
+        findings.samples[name] = samples
+        ms = min(samples["plain"]) / options.batches
+        print(f"{name}: {ms:.2f} ms a batch on one thread")
         speeds = {"threads": cores, "slots": cores, "one slow": cores - 1 + 1 / SLOWER}
+        targets = {"slots": 13, "one slow": 14}
         for candidate, full in speeds.items():
-            found = [part / full for part in ratio(samples, candidate, "plain")]
-            print(f"  {candidate:9} {found[0]:5.2f} of the sum [{found[1]:.2f}, {found[2]:.2f}]")
+            value = [part / full for part in ratio(samples, candidate, "plain")]
+            goal = ">= 0.97" if candidate in targets and ms >= 1 else None
+            what = f"{name}, {candidate}: of the sum"
+            findings.add(what, value, target=targets.get(candidate), goal=goal)
         middle, low, high = ratio(samples, "slots", "threads")
         print(f"  slots are {middle:.2f} times as fast as threads [{low:.2f}, {high:.2f}]")
-    if options.save:
-        print(save(Path(__file__).parent, options.save, {"ms_per_pass": record}))
+        findings.save(Path(__file__).parent, options.save)
 
 
 if __name__ == "__main__":

@@ -1,143 +1,97 @@
-"""How fast is a training step on CPU slots, against the plain module at its better setting?
+"""How fast is a training step on CPU slots, against the plain module and against DDP over gloo?
 
 Usage: python benchmarks/training/run.py [--models mlp ...] [--blocks 40] [--save NAME]
 """
 
-import argparse
 import copy
+import math
+import statistics
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _harness import compare, describe_machine, ratio, save
+from _harness import Findings, Processes, compare, geometric_mean, make_parser, ratio
+from _models import MODELS, make, make_ddp, make_meeting_place, make_step
 
-from samestep import DataParallel
+import samestep
+from samestep.timing import count_cores
 
-
-class Block(nn.Module):
-    """A residual block of two 3x3 convolutions."""
-
-    def __init__(self, num_in, num_out, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(num_out)
-        self.conv2 = nn.Conv2d(num_out, num_out, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(num_out)
-        same = stride == 1 and num_in == num_out
-        self.skip = nn.Identity() if same else nn.Conv2d(num_in, num_out, 1, stride, bias=False)
-
-    def forward(self, x):
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
+COMPUTE_BOUND = ("res20", "lstm", "gpt", "caps")
+MIXES_ROWS = ("res20",)  # BatchNorm sees the shard's rows, ours as DDP's: not the plain loss
+PLAIN = "plain, 1 thread"
 
 
-class Recurrent(nn.Module):
-    """A word-level language model: two LSTM layers of 200."""
-
-    def __init__(self, vocabulary=10_000, width=200):
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, width, 2, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens):
-        return self.head(self.lstm(self.embed(tokens))[0]).flatten(1)
-
-
-class SmallGPT(nn.Module):
-    """A character-level transformer: 4 layers, 4 heads, width 128, context 64."""
-
-    def __init__(self, vocabulary=65, width=128, context=64):
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.place = nn.Parameter(torch.zeros(context, width))
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens):
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        return self.head(self.layers(self.embed(tokens) + self.place, mask=mask)).flatten(1)
-
-
-def make_mlp():
-    sizes = [64, 256, 256]
-    layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(256, 64)
-
-
-def make_lenet():
-    net = nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
-    )  # fmt: skip
-    return net, torch.randn(128, 1, 28, 28)
-
-
-def make_res20():
-    widths = [16] * 4 + [32] * 3 + [64] * 3
-    blocks = [Block(a, b, 2 if b > a else 1) for a, b in pairwise(widths)]
-    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
-    return nn.Sequential(*stem, *blocks, *head), torch.randn(64, 3, 32, 32)
-
-
-MODELS = {
-    "mlp": make_mlp,
-    "lenet": make_lenet,
-    "res20": make_res20,
-    "lstm": lambda: (Recurrent(), torch.randint(10_000, (20, 35))),
-    "gpt": lambda: (SmallGPT(), torch.randint(65, (12, 64))),
-}
-
-
-def make_step(model, x, num_threads):
-    def step():
-        torch.set_num_threads(num_threads)
-        model.zero_grad()
-        model(x).square().mean().backward()
-
-    return step
-
-
-def measure(name, num_replicas, num_blocks):
-    torch.manual_seed(0)
-    net, x = MODELS[name]()
-    cores = torch.get_num_threads()
-    wrapped = DataParallel(copy.deepcopy(net), replicas=num_replicas)
-    variants = {
-        "plain, 1 thread": make_step(net, x, 1),
-        f"plain, {cores} threads": make_step(net, x, cores),
-        f"{num_replicas} replicas": make_step(wrapped, x, cores),
+def measure(name, options, findings):
+    """Compare on one model; returns the ratios to plain and to DDP, block by block."""
+    net, x = make(name)
+    cores, count = count_cores(), options.replicas
+    wrapped = samestep.DataParallel(copy.deepcopy(net), replicas=count)
+    with Processes(make_ddp, name, make_meeting_place(), count=count) as ddp:
+        variants = {PLAIN: make_step(name, net, x, 1), "ours": make_step(name, wrapped, x, 1)}
+        if cores > 1:
+            variants[f"plain, {cores} threads"] = make_step(name, net, x, cores)
+        check_losses(name, variants, ddp)
+        samples = compare(
+            variants | {"DDP": ddp}, num_blocks=options.blocks, max_seconds=options.seconds
+        )
+    torch.set_num_threads(1)
+    findings.samples[name] = samples
+    plain = min(
+        (one for one in samples if one.startswith("plain")),
+        key=lambda one: statistics.median(samples[one]),
+    )
+    ms = statistics.median(samples[PLAIN])
+    print(f"{name}: {ms:.2f} ms a step on one thread; the better plain is {plain}")
+    if name in COMPUTE_BOUND:
+        value = ratio(samples, "ours", PLAIN)
+        findings.add(f"{name}: times one thread", value, target=2, goal=">= 1.9")
+    is_long = ms >= 10
+    value = ratio(samples, "ours", plain)
+    findings.add(f"{name}: times plain", value, target=2, goal=">= 1.0" if is_long else None)
+    goal = ">= 1.0" if ms > 5 else ">= 1.5"
+    findings.add(f"{name}: times DDP", ratio(samples, "ours", "DDP"), target=3, goal=goal)
+    pairs = {
+        base: [b / own for b, own in zip(samples[base], samples["ours"], strict=True)]
+        for base in (plain, "DDP")
     }
-    samples = compare(variants, num_blocks=num_blocks)
-    torch.set_num_threads(cores)
-    return samples
+    return pairs[plain] if is_long else None, pairs["DDP"]
+
+
+def check_losses(name, variants, ddp):
+    """All do the same step; the loss of the ranks is the mean of theirs (they have equal rows)."""
+    plain, ours = variants[PLAIN](), variants["ours"]()
+    theirs = statistics.mean(loss for _, loss in ddp.run(1))
+    # float32, and sums of some thousand terms in another order
+    if not math.isclose(ours, theirs, rel_tol=1e-3):
+        raise AssertionError(f"{name}: our loss is {ours}, DDP's {theirs}")
+    if name not in MIXES_ROWS and not math.isclose(ours, plain, rel_tol=1e-3):
+        raise AssertionError(f"{name}: our loss is {ours}, the plain one {plain}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--save", metavar="NAME", help="keep the raw samples under this name")
+    parser.add_argument("--replicas", type=int, default=max(2, count_cores()))
+    parser.add_argument("--tuned", action="store_true", help="call samestep.tune_cpu() first")
     options = parser.parse_args()
-    print(describe_machine())
-    record = {}
+    if options.tuned:
+        print(samestep.tune_cpu())
+    findings = Findings()
+    found = []
     for name in options.models:
-        samples = record[name] = measure(name, options.replicas, options.blocks)
-        *baselines, candidate = samples
-        for baseline in baselines:
-            middle, low, high = ratio(samples, candidate, baseline)
-            print(f"{name:6} {middle:5.2f} times {baseline} [{low:.2f}, {high:.2f}]")
-    if options.save:
-        print(save(Path(__file__).parent, options.save, {"ms_per_step": record}))
+        found.append(measure(name, options, findings))
+        findings.save(Path(__file__).parent, options.save)
+    to_plain = [pairs for pairs, _ in found if pairs is not None]
+    if len(to_plain) > 1:
+        findings.add(
+            "geometric mean: times plain", geometric_mean(to_plain), target=2, goal=">= 1.15"
+        )
+    if len(found) > 1:
+        value = geometric_mean([pairs for _, pairs in found])
+        findings.add("geometric mean: times DDP", value, target=3, goal=">= 1.25")
+    findings.save(Path(__file__).parent, options.save)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from samestep.module import data_parallel as data_parallel
 from samestep.rendezvous import is_main as is_main
 from samestep.rendezvous import seed_alike as _seed_alike
 from samestep.tree import register_batch_type as register_batch_type
+from samestep.tune import tune_cpu as tune_cpu
 
 __all__ = [
     "DataParallel",
@@ -57,6 +58,7 @@ __all__ = [
     "save",
     "scatter",
     "split_loader",
+    "tune_cpu",
 ]
 
 __version__ = "0.1.0"

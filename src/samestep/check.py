@@ -32,7 +32,7 @@ from samestep.remedies import Candidate, Failing, list_candidates, search
 from samestep.replica import home_device
 from samestep.trials import Trials
 
-__all__ = ["TargetError", "check", "check_target", "find_target"]
+__all__ = ["TargetError", "check", "check_target", "find_target", "parse_target"]
 
 REPLICAS = (1, 2, 3, 4, 7, 8)
 
@@ -209,18 +209,27 @@ def check_target(make: Callable[[], Any], replicas: Sequence[int] | None = None)
         TargetError: it returns something else.
         Exception: as :func:`check`.
     """
-    given = make()
+    rest = parse_target(make())
+    model, inputs = rest.pop("model"), rest.pop("inputs", ())
+    if replicas is not None:
+        rest["replicas"] = replicas
+    return check(model, *inputs, **rest)
+
+
+def parse_target(given: Any) -> dict[str, Any]:
+    """Read what a function that the command line names has returned.
+
+    Raises:
+        TargetError: it is neither ``(model, *inputs)`` nor a dict with ``"model"`` in it.
+    """
     if isinstance(given, tuple) and given:
-        given = {"model": given[0], "inputs": given[1:]}
+        return {"model": given[0], "inputs": given[1:]}
     if not isinstance(given, Mapping) or "model" not in given:
         raise TargetError(
             f"the function returned a {type(given).__name__}; it must return (model, *inputs), or "
             f"a dict with 'model', 'inputs' and whatever else check takes"
         )
-    rest = {key: value for key, value in given.items() if key not in ("model", "inputs")}
-    if replicas is not None:
-        rest["replicas"] = replicas
-    return check(given["model"], *given.get("inputs", ()), **rest)
+    return dict(given)
 
 
 # ---------------------------------------------------------------------------

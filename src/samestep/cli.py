@@ -87,6 +87,29 @@ def do_check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     return 0 if report.ok else 1
 
 
+def do_bench(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """``samestep bench``."""
+    from samestep import bench, report  # only this command needs them
+
+    if arguments.plot and not report.can_plot():
+        parser.error("--plot needs matplotlib: pip install samestep[plot]")
+    try:
+        found = bench.bench_target(
+            arguments.model, num_blocks=arguments.blocks, max_seconds=arguments.seconds
+        )
+    except TargetError as error:
+        parser.error(str(error))
+    except Exception:
+        traceback.print_exc()
+        return 2
+    print(found)
+    if arguments.json:
+        report.write_json(arguments.json, found.as_record())
+    if arguments.plot:
+        report.write_plot(arguments.plot, found.rows, found.advice.baseline, found.model)
+    return 0
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
@@ -99,6 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_tutorial(commands)
     add_run(commands)
     add_check(commands)
+    add_bench(commands)
     return parser
 
 
@@ -228,6 +252,39 @@ def add_check(commands: Commands) -> None:
         help="the numbers of replicas to try, such as 1,2,3",
     )
     command.set_defaults(do=do_check)
+
+
+def add_bench(commands: Commands) -> None:
+    """The arguments of ``samestep bench``."""
+    command = commands.add_parser(
+        "bench",
+        help="measure which setting trains a model of yours fastest on this machine",
+        description="Time the training step of a model plainly, on replicas, with recompute=True "
+        "and after tune_cpu(), in interleaved blocks, and say which setting to use. It takes a "
+        "minute or two; leave the machine alone meanwhile.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    command.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        default="samestep.bench:make_default",
+        help="a function without arguments that returns (model, *inputs), or a dict as for "
+        "'samestep check'",
+    )
+    command.add_argument(
+        "--blocks", type=block_count, default=24, metavar="N", help="blocks per setting"
+    )
+    command.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="the most to measure for"
+    )
+    command.add_argument("--json", metavar="FILE", help="write every sample")
+    command.add_argument("--plot", metavar="FILE", help="draw the ratios; needs matplotlib")
+    command.set_defaults(do=do_bench)
+
+
+def block_count(text: str) -> int:
+    """Read a number of blocks: the first two are dropped."""
+    return read_int(text, at_least=3)
 
 
 def positive_int(text: str) -> int:

@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from samestep import starter
+from samestep import starter, tune
 from samestep.endings import Ending, choose_first, read_ending
 from samestep.output import Logs, make_folder
 
@@ -174,12 +174,11 @@ class Launch:
     def make_environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """What a rank's environment gets besides torch's own variables."""
         added = dict.fromkeys(THREAD_VARIABLES, str(self.threads))
-        # Idle threads that spin would take the cores of the other ranks. And a crash in native
-        # code shows where Python was. What the user has set stays.
-        for name, value in (("OMP_WAIT_POLICY", "passive"), ("PYTHONFAULTHANDLER", "1")):
-            if name not in given:
-                added[name] = value
-        return added
+        # Idle threads that spin would take the cores of the other ranks; memory that is kept is not
+        # cleared again at each step. And a crash in native code shows where Python was. What the
+        # user has set stays.
+        wanted = {"OMP_WAIT_POLICY": "passive", "PYTHONFAULTHANDLER": "1", **tune.ENVIRONMENT}
+        return added | {name: value for name, value in wanted.items() if name not in given}
 
 
 def run(launch: Launch) -> int:

@@ -9,17 +9,19 @@ Must not: contain any of the ideas it composes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from samestep.auto import Choice, apply_setting, can_choose, choose_replicas
 from samestep.devices import Device, Slot, plan_slots, resolve_device
 from samestep.mirror import start_alike
 from samestep.options import Options
 from samestep.plan import explain_plan
 from samestep.rendezvous import find_comm
+from samestep.replica import home_device
 from samestep.replicas import ReplicaStats
 from samestep.runtime import Runtime
 from samestep.state import check_buffers
@@ -41,7 +43,9 @@ class DataParallel(Wrapper):
             wrapper that names neither devices nor replicas.
         output_device: where outputs land; None: the device of shard 0.
         dim: the tensor dimension that counts rows.
-        replicas: K. Default: one per device.
+        replicas: K. Default: one per device. ``"auto"``: the first call in training measures some
+            steps on copies of the module and takes what is surely faster than the plain module, or
+            the plain module; see :attr:`choice`.
         split: ``"chunk"`` (torch.chunk's sizes), ``"balanced"``, or K weights.
         in_dims: which dim of which argument counts rows, by parameter name or position; None in it
             gives an argument whole to every shard; ``"rows"`` cuts a list.
@@ -91,7 +95,7 @@ class DataParallel(Wrapper):
         output_device: Device | None = None,
         dim: int = 0,
         *,
-        replicas: int | None = None,
+        replicas: int | Literal["auto"] | None = None,
         split: str | Sequence[float] = "chunk",
         in_dims: Any = None,
         out_dims: Any = None,
@@ -109,8 +113,16 @@ class DataParallel(Wrapper):
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         comm = find_comm(process_group)
+        is_auto = replicas == "auto"
+        if is_auto:
+            _check_auto(device_ids, comm.num_ranks)
         self._samestep_options = Options(
-            slots=plan_slots(device_ids, replicas, rank=comm.rank, num_ranks=comm.num_ranks),
+            slots=plan_slots(
+                device_ids,
+                1 if replicas == "auto" else replicas,
+                rank=comm.rank,
+                num_ranks=comm.num_ranks,
+            ),
             output=None
             if output_device is None
             else resolve_device(output_device, argument="output_device"),
@@ -131,7 +143,10 @@ class DataParallel(Wrapper):
         start_alike(comm, module)
         self._samestep_runtime = Runtime(self._samestep_options, buffers, comm)
         # With one slot there is nothing to cut, and unless asked for more nothing to do.
-        self._samestep_is_single = self.num_replicas == 1 and not recompute
+        self._samestep_is_single = self.num_replicas == 1 and not recompute and not is_auto
+        self._samestep_is_open = is_auto  # the number of replicas is not decided yet
+        self._samestep_choice: Choice | None = None
+        self._samestep_buffers = buffers
         self.module = module
 
     # -- The step ----------------------------------------------------------------------------
@@ -143,6 +158,8 @@ class DataParallel(Wrapper):
             return self.module(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _run_uncompiled(self, args, kwargs)
+        if self._samestep_is_open:
+            return self._open_with(args, kwargs)
         return self._samestep_runtime.run(self.module, None, args, kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -158,10 +175,28 @@ class DataParallel(Wrapper):
             AttributeError: the module has no such method.
         """
         function = getattr(self.module, method)
-        if self._samestep_is_single:
+        if self._samestep_is_single or self._samestep_is_open:
             args, kwargs = self._samestep_runtime.to_slot(self.module, args, kwargs)
             return function(*args, **kwargs)
         return self._samestep_runtime.run(self.module, method, args, kwargs)
+
+    def _open_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Decide the number of replicas with this batch, if it is one to decide with; run it."""
+        options, buffers = self._samestep_options, self._samestep_buffers
+        with self._samestep_runtime.lock:
+            if self._samestep_is_open and can_choose(self.module):
+                choice = choose_replicas(self.module, options, buffers, args, kwargs)
+                self._samestep_choice = choice
+                if choice.setting.replicas > 1:
+                    home = home_device(self.module)
+                    self._samestep_options = apply_setting(options, choice.setting, home)
+                    self._samestep_runtime = Runtime(self._samestep_options, buffers)
+                self._samestep_is_single = choice.setting.replicas == 1 and not options.recompute
+                self._samestep_is_open = False
+        if self._samestep_is_open:
+            args, kwargs = self._samestep_runtime.to_slot(self.module, args, kwargs)
+            return self.module(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     # -- Looking in --------------------------------------------------------------------------
 
@@ -185,6 +220,11 @@ class DataParallel(Wrapper):
         """K, the number of slots."""
         return len(self._samestep_options.slots)
 
+    @property
+    def choice(self) -> Choice | None:
+        """What ``replicas="auto"`` chose and why; None: not asked for, or not decided yet."""
+        return self._samestep_choice
+
     def stats(self) -> ReplicaStats:
         """What the replicas have cost so far: builds, updates, bytes copied."""
         return self._samestep_runtime.replicas.stats()
@@ -203,7 +243,10 @@ class DataParallel(Wrapper):
     def extra_repr(self) -> str:
         """What is shown by ``print(model)`` beside the module."""
         kinds = [str(slot.device) for slot in self.slots]
-        return f"slots=[{', '.join(kinds)}], split={self._samestep_options.split!r}"
+        text = f"slots=[{', '.join(kinds)}], split={self._samestep_options.split!r}"
+        if self._samestep_is_open:
+            return f"replicas='auto', {text}"
+        return text if self.choice is None else f"{text}, chosen: {self.choice}"
 
 
 def data_parallel(
@@ -236,6 +279,19 @@ def data_parallel(
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+def _check_auto(device_ids: Any, num_ranks: int) -> None:
+    if device_ids is not None:
+        raise ValueError(
+            f"replicas='auto' chooses the slots itself, and device_ids names them ({device_ids}); "
+            f"leave one of the two out"
+        )
+    if num_ranks > 1:
+        raise ValueError(
+            f"replicas='auto' measures, and {num_ranks} ranks would not all measure the same; "
+            f"write the number, the same in every rank, such as replicas={num_ranks}"
+        )
 
 
 @_disable_dynamo  # imports the compiler at the first call: only while it is at work anyway
