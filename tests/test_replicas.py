@@ -8,7 +8,7 @@ from torch import nn
 
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
-from samestep.replica import LazyError, find_replica, home_device, replicas_of
+from samestep.replica import LazyError, find_replica, home_device
 from samestep.replicas import ReplicaSet
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_a_gradient_that_reaches_a_replica_past_the_stitch_is_the_sources(source
 def test_replicas_are_found_by_their_module(source):
     replicas = ReplicaSet()
     records = replicas.refresh(source, SLOTS)
-    assert replicas_of([record.module for record in records]) == records
+    assert [find_replica(record.module) for record in records] == records
     assert find_replica(source) is None
     assert find_replica(records[0].module.first) is None
     assert records[0].original(records[0].module.first) is source.first

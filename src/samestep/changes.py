@@ -92,6 +92,11 @@ class Changes:
     switched: list[Link]
 
     @property
+    def are_none(self) -> bool:
+        """Whether there is nothing to bring home."""
+        return not (self.entries or self.written or self.switched or any(self.norms))
+
+    @property
     def parted(self) -> list[Tensor]:
         """Source tensors whose aliases got other memory (``parameter.data = ...`` in forward)."""
         return [found.link.source for found in self.written if found.link.is_alias]

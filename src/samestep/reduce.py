@@ -96,9 +96,9 @@ def sum_lists(left: Gradients, right: Gradients) -> Gradients:
     ]
 
 
-def is_large(values: Gradients) -> bool:
+def is_large(values: Iterable[Tensor]) -> bool:
     """Whether adding such lists takes so long that several workers should share the work."""
-    return sum(value.numel() for value in values if value is not None) >= _LARGE
+    return sum(map(Tensor.numel, values)) >= _LARGE
 
 
 class TreeSum(Generic[T]):
@@ -110,8 +110,8 @@ class TreeSum(Generic[T]):
     Args:
         num_values: K, the number of values that will arrive.
         combine: adds a left and a right value (the left one has the lower shard indices).
-        is_large: of which values a thread adds only what it brought itself; what is left then is
-            found in :meth:`parts`.
+        by_thread: each thread adds only what it brought itself; what is left then is found in
+            :meth:`parts`.
     """
 
     def __init__(
@@ -119,19 +119,19 @@ class TreeSum(Generic[T]):
         num_values: int,
         combine: Callable[[T, T], T],
         *,
-        is_large: Callable[[T], bool] | None = None,
+        by_thread: bool = False,
     ) -> None:
         self._num_values = num_values
         self._widths = _widths(num_values)
         self._combine = combine
-        self._is_large = is_large
+        self._by_thread = by_thread
         self._waiting: dict[Node, tuple[int, T]] = {}  # with the thread that brought it
         self._lock = threading.Lock()
         self._root: list[T] = []
 
     def add(self, index: int, value: T) -> None:
         """Bring shard ``index``'s value. Each index comes exactly once."""
-        thread = threading.get_ident() if self._is_large and self._is_large(value) else 0
+        thread = threading.get_ident() if self._by_thread else 0
         level = 0
         while self._widths[level] > 1:
             if index ^ 1 < self._widths[level]:  # else: no sibling, pass up as it is
@@ -156,9 +156,9 @@ class TreeSum(Generic[T]):
 
     def parts(self) -> dict[Node, T]:
         """The finished subtrees that are here, in the order of the shards."""
+        if self._root:  # and then nothing waits
+            return {(len(self._widths) - 1, 0): self._root[0]}
         found = {node: value for node, (_, value) in self._waiting.items()}
-        if self._root:
-            found[len(self._widths) - 1, 0] = self._root[0]
         return dict(sorted(found.items(), key=lambda item: item[0][1] << item[0][0]))
 
     def result(self) -> T:

@@ -203,7 +203,8 @@ class use_stream:
         self._mode = _StreamMode(stream) if intercept else None
 
     def __enter__(self) -> None:
-        _install()
+        if _random.default_generator is not _PROXY:
+            _random.default_generator = _PROXY
         self._before, _current.stream = _current.stream, self._stream
         if self._mode is not None:
             self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
@@ -390,10 +391,8 @@ class _ThreadGenerator:
         return getattr(_REAL if stream is None else stream.generator(), name)
 
 
-def _install() -> None:
-    module: Any = torch.random  # the name is torch's own, not exported
-    if not isinstance(module.default_generator, _ThreadGenerator):
-        module.default_generator = _ThreadGenerator()
+_PROXY = _ThreadGenerator()
+_random: Any = torch.random  # the name in it is torch's own, not exported
 
 
 def _mix(seed: int, index: int) -> int:

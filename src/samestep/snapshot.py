@@ -53,9 +53,9 @@ class Snapshot:
         return (
             not any(self._empty)
             and list(map(len, self._full)) == self._sizes
-            and _same(chain.from_iterable(self._value_views), self._values)
-            and _same(chain.from_iterable(self._key_views), self._keys)
-            and _same(chain.from_iterable(self._others), self._items)
+            and all(map(operator.is_, chain.from_iterable(self._value_views), self._values))
+            and all(map(operator.is_, chain.from_iterable(self._key_views), self._keys))
+            and all(map(operator.is_, chain.from_iterable(self._others), self._items))
         )
 
     def changed(self) -> list[int]:
