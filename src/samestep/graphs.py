@@ -102,13 +102,14 @@ def survey(edges: Sequence[Edge], local: Container[int]) -> Survey:
                 if owner != output:
                     pairs.append((owner, output))
                 continue
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
+            kind = type(node)
+            if kind is _LEAF:
+                leaf = node.variable
                 leaves[output][id(leaf)] = leaf
                 if id(leaf) not in local:
                     continue
             owners[node] = output
-            kinds.add(type(node))
+            kinds.add(kind)
             for following, _ in node.next_functions:
                 if following is not None:
                     stack.append(following)
@@ -230,6 +231,7 @@ def accumulate(
 # Helpers
 # ---------------------------------------------------------------------------
 
+_LEAF: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the node of a leaf
 _REENTRANT = "CheckpointFunctionBackward"
 
 

@@ -29,9 +29,10 @@ Must not: know what a value means (a gradient, a statistic), or which shard ran 
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,6 +92,8 @@ def tree_sum(values: Sequence[Tensor]) -> Tensor:
 
 def sum_lists(left: Gradients, right: Gradients) -> Gradients:
     """Add two lists entry by entry; None means "no gradient" and is not the same as zeros."""
+    if _are_alike(left, right):
+        return list(torch._foreach_add(left, right))  # type: ignore[arg-type]  # as add does
     return [
         b if a is None else a if b is None else add(a, b) for a, b in zip(left, right, strict=True)
     ]
@@ -278,6 +281,7 @@ def add_into(total: Tensor, recipe: Recipe, values: Sequence[Tensor]) -> None:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_get_kind = operator.attrgetter("layout", "device")
 _LARGE = 1 << 19  # entries; below, handing the work to others takes longer than the work
 _BLOCK = 1 << 15  # entries: a few blocks of floats fit into a core's own cache
 
@@ -288,6 +292,15 @@ def _widths(num_values: int) -> list[int]:
     while widths[-1] > 1:
         widths.append((widths[-1] + 1) // 2)
     return widths
+
+
+def _are_alike(left: Gradients, right: Gradients) -> TypeGuard[list[Tensor]]:
+    """Whether there are as many dense tensors in both, all on one device."""
+    try:
+        kinds = set(map(_get_kind, itertools.chain(left, right)))
+    except AttributeError:  # a gradient is missing
+        return False
+    return len(kinds) == 1 and kinds.pop()[0] == torch.strided and len(left) == len(right)
 
 
 def _numbers(recipe: Recipe) -> list[int]:

@@ -216,6 +216,21 @@ class Replica:
             for link in self.copies
         )
         self._left: list[int] = []
+        self._picked: tuple[frozenset[str], list[Link]] = frozenset(), []
+
+    def pick(self, paths: frozenset[str]) -> list[Link]:
+        """The links of the source's tensors at these paths that need a gradient. Remembered: what
+        one step uses, the next uses too."""
+        if self._picked[0] != paths:
+            self._picked = (
+                paths,
+                [
+                    link
+                    for link in self.links.values()
+                    if link.path in paths and link.source.requires_grad and link.rows is None
+                ],
+            )
+        return self._picked[1]
 
     def rest(self) -> None:
         """What the replica holds as copies is equal to the source now; see :meth:`is_at_rest`."""

@@ -43,6 +43,7 @@ class Snapshot:
         self._value_views = [_base(cell).values(cell) for cell in self._dicts]
         self._keys = list(chain.from_iterable(self._key_views))
         self._values = list(chain.from_iterable(self._value_views))
+        self._has_texts = {str}.issuperset(map(type, self._keys))
         self._items = list(chain.from_iterable(self._others))
         self._sizes = list(map(len, full))
         self._full = full
@@ -54,9 +55,15 @@ class Snapshot:
             not any(self._empty)
             and list(map(len, self._full)) == self._sizes
             and all(map(operator.is_, chain.from_iterable(self._value_views), self._values))
-            and all(map(operator.is_, chain.from_iterable(self._key_views), self._keys))
+            and self._has_its_keys()
             and all(map(operator.is_, chain.from_iterable(self._others), self._items))
         )
+
+    def _has_its_keys(self) -> bool:
+        keys = chain.from_iterable(self._key_views)
+        if self._has_texts:  # equal ones are the same to any dictionary, and lists compare fast
+            return list(keys) == self._keys
+        return all(map(operator.is_, keys, self._keys))
 
     def changed(self) -> list[int]:
         """Return the indices of the cells that changed."""

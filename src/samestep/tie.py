@@ -13,6 +13,7 @@ Must not: run anything, or know who has which shard beyond ``runner.spread``.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from samestep.backward import ShardGraphs
 from samestep.errors import MergeError, RankError
 from samestep.graphs import ELSEWHERE, Edge, group_outputs, make_edge, survey
+from samestep.links import Link
 from samestep.replica import Replica
 from samestep.runner import Runner
 from samestep.stitch import stitch
@@ -165,13 +167,13 @@ class _Part:
             kept = [sorted({i for one in row for i in one.local}) for row in self._uses]
             self._leaves = [_pick(row, places) for row, places in zip(leaves, kept, strict=True)]
             self._local = [_pick(row, places) for row, places in zip(local, kept, strict=True)]
-        self._sources = self._find_sources(replicas, model)
+        found = self._find_sources(replicas, model)
+        self._sources = [link.source for link in found]
         mine = runner.spread.mine
         self._replicated: list[list[Tensor]] = [[] for _ in looks]
         self._edges: list[list[Edge | None]] = [[ELSEWHERE] * len(row) for row in self._uses]
         for k, replica, graph in zip(mine, replicas, graphs, strict=True):
-            links = replica.links
-            self._replicated[k] = [links[id(source)].copy for source in self._sources]
+            self._replicated[k] = [replica.links[id(link.source)].copy for link in found]
             self._edges[k] = list(_pick(graph.edges, group))
         # Parameters from outside of the module, which forward reached by a global variable or a
         # closure: the shards' graphs end in the user's own tensors.
@@ -201,25 +203,20 @@ class _Part:
         )
         return stitch(graphs, values, sources, self._local)
 
-    def _find_sources(self, replicas: Sequence[Replica], model: Replica) -> list[Tensor]:
+    def _find_sources(self, replicas: Sequence[Replica], model: Replica) -> list[Link]:
         """The source's tensors that a gradient may reach, in an order that is every rank's."""
-        used = {path for row in self._uses for one in row for path in one.paths}
-        found = []
-        for key, link in model.links.items():
-            if not link.source.requires_grad or link.rows is not None:
-                continue
+        used = frozenset[str]().union(*[one.paths for row in self._uses for one in row])
+        if self._is_reentrant:
             # What re-entrant checkpointing will reach cannot be seen in the graph beforehand.
-            is_hidden = self._is_reentrant and link.source.grad_fn is None
-            if not (is_hidden or link.path in used):
-                continue
-            for replica in replicas:
-                if not replica.links[key].copy.requires_grad:
-                    break
-            else:
-                found.append(link)
+            used |= {link.path for link in model.links.values() if link.source.grad_fn is None}
+        found = model.pick(used)
+        for replica in replicas:
+            copies = [replica.links[id(link.source)].copy for link in found]
+            if not all(map(_needs_gradient, copies)):
+                found = [link for link, c in zip(found, copies, strict=True) if c.requires_grad]
         if not self._runner.spread.is_alone:
-            found.sort(key=lambda link: link.path)
-        return [link.source for link in found]
+            found = sorted(found, key=lambda link: link.path)
+        return found
 
     def _check_foreign(self) -> None:
         """Ranks know each other's parameters by where they are in the module."""
@@ -265,6 +262,9 @@ def find_tensors(tree: Any) -> list[Tensor]:
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+_needs_gradient = operator.attrgetter("requires_grad")
 
 
 def _pick(row: Sequence[T], places: list[int]) -> list[T]:
