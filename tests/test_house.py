@@ -47,7 +47,7 @@ LAYERS = [
     ("a step, seen from outside", "observe"),
     ("what a proof is made of", "findings drawing mixing remedies"),
     ("one call, run both ways", "trials"),
-    ("proof and measurement", "check launch bench report tutorial"),
+    ("proof and measurement", "proof launch bench report tutorial"),
     ("the command line", "cli"),
     ("python -m", "__main__"),
 ]

@@ -28,6 +28,7 @@ Must not: know what a value means (a gradient, a statistic), or which shard ran 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import threading
@@ -230,8 +231,9 @@ def sum_slices(
             found[node] = list(parts.values())[recipe]
             continue
         found[node] = []
+        needed = _numbers(recipe)
+        renumbered = _renumber(recipe, needed)
         for values in zip(*parts.values(), strict=True):
-            needed = _numbers(recipe)
             operands = [values[number] for number in needed]
             flat = [v.view(-1) for v in operands if v is not None and _is_flat(v, operands[0])]
             if len(flat) < len(operands):
@@ -239,7 +241,7 @@ def sum_slices(
                 continue
             total = torch.empty_like(operands[0])
             found[node].append(total)
-            pieces.append((_renumber(recipe, needed), flat, total.view(-1)))
+            pieces.append((renumbered, flat, total.view(-1)))
     size = sum(total.numel() for _, _, total in pieces)
     cuts = [size * worker // num_workers for worker in range(num_workers + 1)]
 
@@ -249,7 +251,9 @@ def sum_slices(
             for recipe, flat, total in pieces:
                 begin, end = max(first - at, 0), min(last - at, total.numel())
                 at += total.numel()
-                if begin < end:
+                if begin == 0 and end == total.numel():  # most of them, where there are many
+                    add_into(total, recipe, flat)
+                elif begin < end:
                     add_into(total[begin:end], recipe, [value[begin:end] for value in flat])
 
         return work
@@ -268,13 +272,15 @@ def add_into(total: Tensor, recipe: Recipe, values: Sequence[Tensor]) -> None:
             total.copy_(values[recipe])
             return
         left, right = recipe
-        size = max(total.numel(), 1) if len(values) == 2 else _BLOCK
-        for start in range(0, total.numel(), size):
-            block = [value[start : start + size] for value in values]
+        if len(values) == 2:
+            torch.add(values[0], values[1], out=total)
+            return
+        for start in range(0, total.numel(), _BLOCK):
+            block = [value[start : start + _BLOCK] for value in values]
             one, other = evaluate(left, block), evaluate(right, block)
             assert one is not None
             assert other is not None
-            torch.add(one, other, out=total[start : start + size])
+            torch.add(one, other, out=total[start : start + _BLOCK])
 
 
 # ---------------------------------------------------------------------------
@@ -286,12 +292,13 @@ _LARGE = 1 << 19  # entries; below, handing the work to others takes longer than
 _BLOCK = 1 << 15  # entries: a few blocks of floats fit into a core's own cache
 
 
-def _widths(num_values: int) -> list[int]:
+@functools.cache
+def _widths(num_values: int) -> tuple[int, ...]:
     """How many nodes each level has."""
     widths = [num_values]
     while widths[-1] > 1:
         widths.append((widths[-1] + 1) // 2)
-    return widths
+    return tuple(widths)
 
 
 def _are_alike(left: Gradients, right: Gradients) -> TypeGuard[list[Tensor]]:
