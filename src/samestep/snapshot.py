@@ -4,7 +4,7 @@ What it holds: :class:`Snapshot`, which sees by identity what has changed, and t
 a cell. A cell is one mutable container: a dict (a module's or an object's ``__dict__`` included), a
 list, a set, a deque. Why: a module tree has thousands of entries, and whether any was exchanged is
 asked at every call. Guarantees: comparing runs in C loops and calls no method of the user's
-classes. Must not: know why anybody wants to know.
+classes (but of a key put in the place of a text). Must not: know why anybody wants to know.
 """
 
 from __future__ import annotations
