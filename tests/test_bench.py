@@ -9,7 +9,7 @@ from torch import nn
 
 from samestep import bench, cli, report
 from samestep.bench import advise
-from samestep.check import TargetError
+from samestep.proof import TargetError
 from samestep.timing import Ratio
 
 PLAIN, PLAINS = "plain, 1 thread", "plain, 2 threads"

@@ -50,7 +50,7 @@ LAYERS = [
     ("what a proof is made of", "findings drawing mixing remedies"),
     ("one call, run both ways", "trials"),
     ("a measurement, shown", "report"),
-    ("proof", "check launch tutorial"),
+    ("proof", "proof launch tutorial"),
     ("measurement of a model", "bench"),
     ("the command line", "cli"),
     ("python -m", "__main__"),

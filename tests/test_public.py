@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -147,6 +148,24 @@ def test_errors_are_value_errors(name):
 @pytest.mark.parametrize("name", ["DrawWarning", "StateWarning"])
 def test_warnings_are_user_warnings(name):
     assert issubclass(find(name), UserWarning)
+
+
+def test_no_module_takes_the_place_of_something_public():
+    modules = {path.stem for path in Path(samestep.__file__).parent.glob("*.py")}
+    assert not modules & NAMES
+
+
+@pytest.mark.slow
+def test_a_script_that_trains_imports_nothing_around_the_step():
+    code = """if True:
+        import sys, samestep
+        around = {"checkpoint", "infer", "launch", "loader", "observe", "proof", "cli"}
+        assert not around & {name.rpartition(".")[2] for name in sys.modules if "samestep" in name}
+        assert callable(samestep.check) and "check" in dir(samestep)
+        import samestep.proof
+        assert callable(samestep.check)
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.slow

@@ -53,9 +53,9 @@ def add_all(lists):
     return total.result()
 
 
-def add_by_runs(lists, num_workers, is_large):
+def add_by_runs(lists, num_workers, by_thread):
     """As workers do it: each a contiguous run, in a thread of its own."""
-    total = TreeSum(len(lists), sum_lists, is_large=is_large)
+    total = TreeSum(len(lists), sum_lists, by_thread=by_thread)
     cuts = [len(lists) * w // num_workers for w in range(num_workers + 1)]
 
     def job(first, last):
@@ -105,7 +105,7 @@ def test_the_plan_for_single_shards_is_the_tree(count):
 @pytest.mark.parametrize("run", [run_here, run_in_threads])
 def test_slices_have_the_bits_of_the_whole(count, num_workers, run):
     lists = make_lists(count)
-    total = add_by_runs(lists, num_workers, lambda row: True)
+    total = add_by_runs(lists, num_workers, True)
     found = sum_slices(count, total.parts(), num_workers, run)
     assert len(found) == 1
     check_equal(next(iter(found.values())), add_all(lists))
@@ -113,9 +113,9 @@ def test_slices_have_the_bits_of_the_whole(count, num_workers, run):
 
 def test_large_values_of_other_workers_are_left_alone():
     lists = make_lists(8)
-    total = add_by_runs(lists, 2, lambda row: True)
+    total = add_by_runs(lists, 2, True)
     assert list(total.parts()) == [(2, 0), (2, 1)]
-    assert list(add_by_runs(lists, 2, lambda row: False).parts()) == [(3, 0)]
+    assert list(add_by_runs(lists, 2, False).parts()) == [(3, 0)]
 
 
 def test_parts_come_in_the_order_of_the_shards():

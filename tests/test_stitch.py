@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep import DataParallel
+from samestep.context import make_shards
 from samestep.engine import SerialEngine, ThreadEngine
 from samestep.errors import StateWarning
 from samestep.functional import make_runner
@@ -822,7 +823,8 @@ def test_placements_replicated_inputs_sum_and_local_ones_stay(engine):
     leaves = [row.detach().requires_grad_() for row in rows]
     outputs = [[(c * x).sum()] for c, x in zip(copies, leaves, strict=True)]
     edges = [[make_edge(output) for output in row] for row in outputs]
-    runner = make_runner(engine, [CPU] * 3, [1] * 3, drawing="watch", together=False)
+    shards = make_shards([CPU] * 3, [1] * 3)
+    runner = make_runner(engine, shards, drawing="watch", together=False)
     graphs = ShardGraphs(runner, [[c] for c in copies], [[x] for x in leaves], edges, [[], [], []])
     tied = [row[0] for row in stitch(graphs, outputs, [weight], [[row] for row in rows])]
     assert_alike([t.detach() for t in tied], [row[0].detach() for row in outputs])

@@ -4,11 +4,15 @@
 >>> model = samestep.DataParallel(torch.nn.Linear(5, 2), replicas=2)
 >>> model(torch.randn(30, 5)).shape
 torch.Size([30, 2])
+
+What is around the step (proofs, checkpoints, loaders, inference) is imported when it is first asked
+for, so that a script that only trains does not pay for it. No module may have the name of something
+public: importing it would put the module in its place.
 """
 
-from samestep.check import check as check
-from samestep.checkpoint import load as load
-from samestep.checkpoint import save as save
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from samestep.collectives import all_gather as all_gather
 from samestep.collectives import all_reduce as all_reduce
 from samestep.context import Shard as Shard
@@ -24,14 +28,19 @@ from samestep.functional import gather as gather
 from samestep.functional import parallel_apply as parallel_apply
 from samestep.functional import replicate as replicate
 from samestep.functional import scatter as scatter
-from samestep.infer import map_batches as map_batches
-from samestep.loader import split_loader as split_loader
 from samestep.module import DataParallel as DataParallel
 from samestep.module import data_parallel as data_parallel
 from samestep.rendezvous import is_main as is_main
 from samestep.rendezvous import seed_alike as _seed_alike
 from samestep.tree import register_batch_type as register_batch_type
 from samestep.tune import tune_cpu as tune_cpu
+
+if TYPE_CHECKING:
+    from samestep.checkpoint import load as load
+    from samestep.checkpoint import save as save
+    from samestep.infer import map_batches as map_batches
+    from samestep.loader import split_loader as split_loader
+    from samestep.proof import check as check
 
 __all__ = [
     "DataParallel",
@@ -62,5 +71,26 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# By name, the module that has it.
+_LATER = {
+    "check": "proof",
+    "load": "checkpoint",
+    "map_batches": "infer",
+    "save": "checkpoint",
+    "split_loader": "loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 _seed_alike()

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -107,21 +107,30 @@ class Backward:
         self.sum_gradients = list(gradients[num_local:])
         self.needed_replicated = list(needed[: self.num_replicated])
         self.needed_local = unflatten(needed[self.num_replicated :], list(map(len, graphs.local)))
+        #: Of the R inputs that want a gradient.
+        self.homes = [t.device for t in compress(inputs, self.needed_replicated)]
+        #: Whether gradients are where they are wanted: everything is on one device.
+        self.is_at_home = self._find_whether_at_home()
         device = next(g.device for g in gradients if g is not None)
         # On an accelerator this runs in the device's own autograd thread, and a nested backward for
         # the same device waits for that very thread: its shards must run here, inline.
         self.inline = None if device.type == "cpu" else device
 
+    def _find_whether_at_home(self) -> bool:
+        runner = self.graphs.runner
+        devices = {*self.homes, *[shard.device for shard in runner.shards]}
+        return runner.spread.is_alone and devices == {runner.home}
+
     def run(self, *, is_kept: bool) -> MaybeTensors:
         """Gradients of the node's inputs, not differentiable."""
         runner = self.graphs.runner
-        sums: TreeSum[MaybeTensors] = TreeSum(
-            self.num_shards, sum_lists, is_large=is_large if self._may_share_work() else None
+        by_thread = self._may_share_work() and is_large(
+            compress(self.inputs, self.needed_replicated)
         )
+        sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists, by_thread=by_thread)
         # Re-entrant checkpointing refuses to run inside autograd.grad (and for the user's own
         # autograd.grad it must refuse).
         is_plain = self.graphs.is_reentrant and is_plain_backward()
-        run = accumulate if is_plain else differentiate
         cut = sum(self.needed_replicated)
         turns = self.graphs.turns
 
@@ -133,8 +142,11 @@ class Backward:
                         k, self.local_gradients[k], self.sum_gradients
                     )
                     wanted = self._wanted(k)
-                with turns if is_plain else contextlib.nullcontext():
-                    found = run(edges, gradients, wanted, is_kept)
+                if is_plain:
+                    with turns:
+                        found = accumulate(edges, gradients, wanted, is_kept)
+                else:
+                    found = differentiate(edges, gradients, wanted, is_kept)
                 with torch._C.DisableTorchFunction():
                     sums.add(k, self._to_home(found[:cut]))
                 return found[cut:]
@@ -241,28 +253,29 @@ class Backward:
 
     def _wanted(self, k: int) -> Tensors:
         """Leaves of shard k whose gradients are wanted: R first, then L."""
-        pairs = chain(
-            zip(self.graphs.replicated[k], self.needed_replicated, strict=True),
-            zip(self.graphs.local[k], self.needed_local[k], strict=True),
-        )
-        return [leaf for leaf, is_needed in pairs if is_needed and leaf is not None]
+        wanted = list(compress(self.graphs.replicated[k], self.needed_replicated))
+        for leaf, is_needed in zip(self.graphs.local[k], self.needed_local[k], strict=True):
+            if is_needed and leaf is not None:
+                wanted.append(leaf)
+        return wanted
 
     def _arriving(
         self, k: int, local: Sequence[Tensor | None], sums: Sequence[Tensor | None]
     ) -> tuple[list[Edge], Tensors]:
         """Where gradients enter shard k's graph, and the gradients, on the shard's device."""
-        outputs = self.graphs.outputs[k]
-        if any(e is None and g is not None for e, g in zip(outputs, local, strict=True)):
-            raise RuntimeError(MSG_FREED)
-        pairs = [
-            (edge, gradient.to(edge.device))
-            for edge, gradient in chain(
-                zip(outputs, local, strict=True),
-                zip(self.graphs.partials[k], sums, strict=True),
-            )
-            if edge is not None and gradient is not None
-        ]
-        return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+        edges: list[Edge] = []
+        gradients: Tensors = []
+        for edge, gradient in zip(self.graphs.outputs[k], local, strict=True):
+            if gradient is not None:
+                if edge is None:
+                    raise RuntimeError(MSG_FREED)
+                edges.append(edge)
+                gradients.append(gradient.to(edge.device))
+        for edge, gradient in zip(self.graphs.partials[k], sums, strict=True):
+            if edge is not None and gradient is not None:
+                edges.append(edge)
+                gradients.append(gradient.to(edge.device))
+        return edges, gradients
 
     # -- All shards --------------------------------------------------------------------------
 
@@ -326,26 +339,23 @@ class Backward:
 
     def _to_home(self, gradients: MaybeTensors) -> MaybeTensors:
         """Move R gradients to the device of the caller's tensor, so that any shard can add them."""
-        sources = [
-            tensor
-            for tensor, is_needed in zip(
-                self.inputs[: self.num_replicated], self.needed_replicated, strict=True
-            )
-            if is_needed
-        ]
+        if self.is_at_home:
+            return gradients
         return [
-            g if g is None else g.to(source.device)
-            for g, source in zip(gradients, sources, strict=True)
+            g if g is None else g.to(home) for g, home in zip(gradients, self.homes, strict=True)
         ]
 
     def _spread(self, replicated: MaybeTensors, local: list[MaybeTensors]) -> MaybeTensors:
         """Put the gradients that were wanted in the places of all inputs."""
         found = chain(replicated, *local)
         needed = chain(self.needed_replicated, *self.needed_local)
-        return [
-            _complete(next(found), tensor) if is_needed else None
-            for tensor, is_needed in zip(self.inputs, needed, strict=True)
-        ]
+        complete: MaybeTensors = []
+        for tensor, is_needed in zip(self.inputs, needed, strict=True):
+            gradient = next(found) if is_needed else None
+            if is_needed and (gradient is None or not self.is_at_home):
+                gradient = _complete(gradient, tensor)
+            complete.append(gradient)
+        return complete
 
 
 # ---------------------------------------------------------------------------

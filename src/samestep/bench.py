@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.auto import list_settings
-from samestep.check import find_target, parse_target
 from samestep.module import DataParallel
+from samestep.proof import find_target, parse_target
 from samestep.report import format_table
 from samestep.tie import find_tensors
 from samestep.timing import (

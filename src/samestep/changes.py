@@ -92,6 +92,11 @@ class Changes:
     switched: list[Link]
 
     @property
+    def are_none(self) -> bool:
+        """Whether there is nothing to bring home."""
+        return not (self.entries or self.written or self.switched or any(self.norms))
+
+    @property
     def parted(self) -> list[Tensor]:
         """Source tensors whose aliases got other memory (``parameter.data = ...`` in forward)."""
         return [found.link.source for found in self.written if found.link.is_alias]
@@ -120,9 +125,11 @@ class Changes:
 
 def find_touched(replicas: Sequence[Replica]) -> Touched:
     """See what the forwards changed in their replicas."""
-    written = {link.path: None for replica in replicas for link in replica.find_written()}
+    written: dict[str, None] = {}
     entries: dict[tuple[str, int, Any], None] = {}
     for replica in replicas:
+        for link in replica.find_written():
+            written[link.path] = None
         if replica.snapshot.is_current():
             continue
         for index in replica.snapshot.changed():
@@ -148,6 +155,9 @@ def collect(replicas: Sequence[Replica], touched: Touched, model: Replica) -> Ch
         touched: what to read; other processes' replicas may have touched more than these.
         model: any replica, to find the source module's own objects by.
     """
+    norms = [replica.norms for replica in replicas]
+    if not any(touched):
+        return Changes([], [], norms, [], [], [])
     entries = []
     for path, number, key in touched.entries:
         cell = model.find_cell(path, number)
@@ -164,7 +174,7 @@ def collect(replicas: Sequence[Replica], touched: Touched, model: Replica) -> Ch
     return Changes(
         entries,
         written,
-        [replica.norms for replica in replicas],
+        norms,
         list(cells.values()),
         raced=[links[path] for path in touched.raced],
         switched=[links[path] for path in touched.switched],

@@ -20,8 +20,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from samestep import tutorial
-from samestep.check import TargetError, check_target, find_target
 from samestep.devices import plan_slots
+from samestep.proof import TargetError, check_target, find_target
 
 __all__ = ["main"]
 

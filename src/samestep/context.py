@@ -28,7 +28,7 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,6 +42,7 @@ __all__ = [
     "ThreadGuard",
     "current_shard",
     "has_modes",
+    "make_shards",
     "must_run_plainly",
     "use_num_threads",
     "use_shard",
@@ -76,6 +77,15 @@ class Shard:
         return (
             f"in shard {self.index} of {self.num_shards} ({rows} of {self.num_rows}, {self.device})"
         )
+
+
+def make_shards(devices: Sequence[torch.device], rows: Sequence[int]) -> list[Shard]:
+    """Describe the shards of one call by where they run and how many rows each has."""
+    total, stop, shards = sum(rows), 0, list[Shard]()
+    for k, (device, count) in enumerate(zip(devices, rows, strict=True)):
+        start, stop = stop, stop + count
+        shards.append(Shard(k, len(rows), start, stop, total, device))
+    return shards
 
 
 class _Current(threading.local):
@@ -197,7 +207,7 @@ class CallerContext:
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if self._hooks is not None and self._hooks[0].__module__ == "torch.utils.checkpoint":
             self._hooks = (_pass, _pass)  # see [Note: checkpoint around]
-        self._autocast = [_capture_autocast(kind) for kind in _device_types()]
+        self._autocast = _capture_autocast()
         self._cache = torch.is_autocast_cache_enabled()
         self._device = _default_device()
         self._home = home
@@ -210,7 +220,7 @@ class CallerContext:
             or self._streams
             or self._hooks is not None
             or self._device is not None
-            or any(enabled for _, enabled, _ in self._autocast)
+            or self._autocast
         )
 
     @property
@@ -227,13 +237,18 @@ class CallerContext:
 
     def _run(self, function: Callable[[], T], device: torch.device) -> T:
         is_checkpointed = self._hooks is not None and self._hooks[0] is _pass
-        if self.is_own_thread and not self._streams and not is_checkpointed:
+        if threading.get_ident() == self._thread and not self._streams and not is_checkpointed:
             # The caller's own thread has the settings already; its grad mode may be another one
             # by now only inside the stitch's backward, which passes a context of its own.
             return function()
         if self._is_default:
-            with torch.set_grad_enabled(self._grad):
+            if torch.is_grad_enabled() == self._grad:
                 return function()
+            torch._C._set_grad_enabled(self._grad)
+            try:
+                return function()
+            finally:
+                torch._C._set_grad_enabled(not self._grad)
         with contextlib.ExitStack() as stack:
             self._enter(stack, device)
             return function()
@@ -246,9 +261,8 @@ class CallerContext:
         if self._inference:
             stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(self._grad))
-        for kind, enabled, dtype in self._autocast:
-            if enabled:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cache))
+        for kind, dtype in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cache))
         if self._hooks is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
         if self._device is not None:
@@ -269,8 +283,15 @@ def _device_types() -> list[str]:
     return ["cpu", accelerator.type]
 
 
-def _capture_autocast(kind: str) -> tuple[str, bool, torch.dtype]:
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+def _capture_autocast() -> list[tuple[str, torch.dtype]]:
+    """The kinds of device for which it is on, and in which dtype."""
+    if not torch._C._is_any_autocast_enabled():
+        return []
+    return [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in _device_types()
+        if torch.is_autocast_enabled(kind)
+    ]
 
 
 def _default_device() -> torch.device | None:
@@ -291,7 +312,7 @@ def _pass(value: Any) -> Any:
 
 def _capture_streams() -> list[contextlib.AbstractContextManager[Any]]:
     """The caller's current stream of every accelerator, as contexts to enter."""
-    if not torch.accelerator.is_available():
+    if len(_device_types()) == 1:
         return []
     return [
         torch.accelerator.current_stream(index) for index in range(torch.accelerator.device_count())

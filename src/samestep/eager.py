@@ -94,9 +94,8 @@ class EagerBackward:
             runner.home.type == "cpu" and len(runner.shards) > 1 and runner.engine.num_workers > 1
         )
         num_shards = runner.spread.num_shards
-        self._sums: TreeSum[MaybeTensors] = TreeSum(
-            num_shards, sum_lists, is_large=is_large if is_shared else None
-        )
+        by_thread = is_shared and is_large(model.links[key].source for key in self._keys)
+        self._sums: TreeSum[MaybeTensors] = TreeSum(num_shards, sum_lists, by_thread=by_thread)
 
     def run(
         self, k: int, replica: Replica, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -240,7 +239,7 @@ class EagerBackward:
         foreign = {
             key: leaf
             for key, leaf in chain.from_iterable(found.items() for found in seen.leaves)
-            if key not in known and leaf.requires_grad and replica.path_of(key) is None
+            if key not in known and leaf.requires_grad and key not in replica.paths
         }
         self._check_foreign(foreign.values())
         leaves = [*own, *rows]

@@ -19,6 +19,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -44,7 +45,7 @@ __all__ = ["Engine", "Job", "SerialEngine", "ThreadEngine", "plan_runs"]
 Drawing = Literal["watch", "intercept", "swap", "plain"]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """One shard's work.
 
@@ -75,10 +76,14 @@ class Job:
                     return self.function()
 
 
-@dataclass
 class _Outcome:
-    value: Any = None
-    error: BaseException | None = None
+    """What a job came to."""
+
+    __slots__ = ("error", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
 
 
 class Engine(abc.ABC):
@@ -191,9 +196,13 @@ class Engine(abc.ABC):
     def _attempt(self, job: Job, context: CallerContext, outcome: _Outcome) -> bool:
         """Run one job; False if the user asked to stop (Ctrl-C, SystemExit)."""
         try:
-            count = self._num_threads if job.shard.device.type == "cpu" else None
-            with use_num_threads(count, keep=not context.is_own_thread):
-                outcome.value = context.run(job, job.shard.device)
+            device = job.shard.device
+            count = self._num_threads if device.type == "cpu" else None
+            if count is None or count == torch.get_num_threads():
+                outcome.value = context.run(job, device)
+            else:
+                with use_num_threads(count, keep=not context.is_own_thread):
+                    outcome.value = context.run(job, device)
         except Exception as error:
             outcome.error = error
         except BaseException as error:
@@ -225,7 +234,7 @@ class ThreadEngine(Engine):
 
     Args:
         num_threads: intra-op threads of each shard on the CPU.
-        num_workers: threads for CPU shards; None: one per core that this process may use.
+        num_workers: threads for CPU shards; None: one per core that this process may use now.
         workers: the pool to lease them from.
     """
 
@@ -239,13 +248,14 @@ class ThreadEngine(Engine):
         workers: WorkerPool = pool,
     ) -> None:
         super().__init__(num_threads)
-        self._num_workers = num_workers
+        self._num_workers = num_workers or _num_cores()
         self._pool = workers
+        self._planned: tuple[Any, list[list[int]]] | None = None
 
     @property
     def num_workers(self) -> int:
         """How many threads run shards on the CPU."""
-        return self._num_workers or _num_cores()
+        return self._num_workers
 
     def share_work(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run plain work of the library's own, one part per worker."""
@@ -259,22 +269,28 @@ class ThreadEngine(Engine):
         outcomes: list[_Outcome],
         inline: torch.device | None,
     ) -> None:
-        devices = [job.shard.device for job in jobs]
         if has_modes():
             runs = [list(range(len(jobs)))]  # see [Note: modes] in context.py
         else:
-            runs = plan_runs(devices, self.num_workers, inline)
+            runs = self._plan_runs(tuple([job.shard.device for job in jobs]), inline)
 
-        def follow(run: list[int]) -> Callable[[], None]:
-            def work() -> None:
-                for index in run:
-                    if not self._attempt(jobs[index], context, outcomes[index]):
-                        return
+        def work(run: list[int]) -> None:
+            for index in run:
+                if not self._attempt(jobs[index], context, outcomes[index]):
+                    return
 
-            return work
-
-        mine, *others = [follow(run) for run in runs]
+        mine, *others = [partial(work, run) for run in runs]
         self._pool.run(mine, others)
+
+    def _plan_runs(
+        self, devices: tuple[torch.device, ...], inline: torch.device | None
+    ) -> list[list[int]]:
+        """:func:`plan_runs`, remembered: the shards of most calls are those of the last one."""
+        planned = self._planned
+        if planned is None or planned[0] != (devices, inline):
+            planned = (devices, inline), plan_runs(devices, self.num_workers, inline)
+            self._planned = planned
+        return planned[1]
 
 
 def plan_runs(
@@ -318,13 +334,16 @@ def _num_cores() -> int:
 
 
 def _raise_first(jobs: Sequence[Job], outcomes: Sequence[_Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.error is not None:
+            break
+    else:
+        return
     failed = [
         (job.shard, outcome.error)
         for job, outcome in zip(jobs, outcomes, strict=True)
         if outcome.error is not None
     ]
-    if not failed:
-        return
     (shard, first), *rest = failed
     note_shard(first, shard.describe())
     for other, error in rest:

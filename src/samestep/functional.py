@@ -1,9 +1,9 @@
 """The four verbs of data parallelism, with the signatures of ``torch.nn.parallel``.
 
-What it holds: :func:`scatter`, :func:`replicate`, :func:`parallel_apply`, :func:`gather`. They are
-the very functions that ``DataParallel.forward`` goes through; what it knows in advance it passes by
-keyword. Why not torch's: those know no CPU, lose types and names, and give replicas without
-parameters.
+What it holds: :func:`scatter`, :func:`replicate`, :func:`parallel_apply`, :func:`gather`. They do
+what ``DataParallel.forward`` does, which keeps its replicas from call to call and passes what it
+knows in advance. Why not torch's: those know no CPU, lose types and names, and give replicas
+without parameters.
 
 Guarantees: each verb is differentiable by itself, so they can be used apart.
 Must not: keep state between calls.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm import ALONE
-from samestep.context import Shard
+from samestep.context import Shard, make_shards
 from samestep.devices import Device, Slot, plan_slots, resolve_device
 from samestep.engine import Engine, ThreadEngine
 from samestep.merge import merge
@@ -80,6 +80,8 @@ def scatter(
     if plan is not None:
         args, kwargs = inputs
         pairs: list[Any] = cut(plan, args, kwargs)
+        if _are_at_home(slots):
+            return tuple(pairs)
     else:
         plan = plan_split((inputs,), {}, num_slots=len(slots), dim=dim)
         pairs = [args[0] for args, _ in cut(plan, (inputs,), {})]
@@ -94,10 +96,6 @@ def replicate(
     network: nn.Module,
     devices: Sequence[Device] | Sequence[Slot],
     detach: bool = False,
-    *,
-    keep: ReplicaSet | None = None,
-    sizes: Sequence[int] = (),
-    shards: Sequence[int] | None = None,
 ) -> list[nn.Module]:
     """Make one replica of a module per slot.
 
@@ -108,9 +106,6 @@ def replicate(
         network: the source module.
         devices: one per slot.
         detach: True: no gradient reaches the source module.
-        keep: where replicas are kept from call to call; anew if None.
-        sizes: B_k of each shard, for state that is kept too.
-        shards: which of those shards the slots run; None: all, in order.
 
     Raises:
         ReplicaError: the module lies on several devices, or holds a function that cannot be
@@ -120,13 +115,11 @@ def replicate(
         The role of ``torch.nn.parallel.replicate``.
     """
     slots = _slots(devices)
-    replicas = (keep or ReplicaSet(prepare=partial(prepare, sync=False))).refresh(
-        network, slots, sizes=sizes, shards=shards
-    )
+    replicas = ReplicaSet(prepare=partial(prepare, sync=False)).refresh(network, slots)
     for replica in replicas if detach else ():
         for link in replica.links.values():
             link.copy.requires_grad_(False)
-    for replica in replicas if keep is None else ():
+    for replica in replicas:
         replica.attach()
     return [replica.module for replica in replicas]
 
@@ -179,7 +172,11 @@ def parallel_apply(
     rows = [_count_rows(pair) for pair in pairs]
     lock = None if found[0] is None else found[0].lock
     runner = make_runner(
-        ThreadEngine(1), places, rows, drawing="intercept", together=False, lock=lock
+        ThreadEngine(1),
+        make_shards(places, rows),
+        drawing="intercept",
+        together=False,
+        lock=lock,
     )
     replicas = [replica for replica in found if replica is not None]
     if len(replicas) < len(modules):
@@ -249,7 +246,8 @@ def gather(
         reduction=reduction,
         device=device,
         total=tree_sum,
-        whole=None if type(outputs[0]) is Tensor and outputs[0].grad_fn is not None else _same,
+        # What is the same object in all shards; of two tensors that is seen at once.
+        whole=None if type(outputs[0]) is Tensor and outputs[0] is not outputs[-1] else _same,
     )
 
 
@@ -265,8 +263,7 @@ def merge_state(values: Sequence[Any], rows: Sequence[int], dim: int = 0) -> Any
 
 def make_runner(
     engine: Engine,
-    devices: Sequence[torch.device],
-    rows: Sequence[int],
+    shards: Sequence[Shard],
     *,
     drawing: Any,
     together: bool,
@@ -275,22 +272,18 @@ def make_runner(
     lock: threading.RLock | None = None,
     spread: Spread | None = None,
 ) -> Runner:
-    """Describe the shards of one call and how to run them: those of ``spread`` that are here."""
-    total, start = sum(rows), 0
-    shards = []
-    for k, (device, count) in enumerate(zip(devices, rows, strict=True)):
-        shards.append(Shard(k, len(rows), start, start + count, total, device))
-        start += count
+    """Say how the shards of one call are run: those of ``spread`` that are here."""
     source = draws or Draws()
-    spread = spread or Spread(ALONE, [0] * len(rows), rows)
+    spread = spread or Spread(ALONE, [0] * len(shards), [s.stop - s.start for s in shards])
+    mine = spread.mine
     return Runner(
         engine=engine,
-        shards=[shards[k] for k in spread.mine],
-        streams=[Stream(source, k) for k in spread.mine],
+        shards=shards[mine.start : mine.stop],
+        streams=[Stream(source, k) for k in mine],
         draws=source,
         drawing=drawing,
         together=together,
-        home=home or devices[0],
+        home=home or shards[0].device,
         lock=lock or threading.RLock(),
         spread=spread,
     )
@@ -302,9 +295,14 @@ def make_runner(
 
 
 def _slots(devices: Sequence[Device] | Sequence[Slot]) -> Sequence[Slot]:
-    if devices and all(isinstance(device, Slot) for device in devices):
+    if set(map(type, devices)) == {Slot}:
         return devices  # type: ignore[return-value]  # just checked
     return plan_slots(devices, None)  # type: ignore[arg-type]  # not slots, so devices
+
+
+def _are_at_home(slots: Sequence[Slot]) -> bool:
+    """Whether there is nowhere else where a tensor could be."""
+    return not torch.accelerator.is_available() and {s.device.type for s in slots} == {"cpu"}
 
 
 def move(tree: Any, device: torch.device) -> Any:

@@ -91,25 +91,29 @@ def survey(edges: Sequence[Edge], local: Container[int]) -> Survey:
     """
     leaves: list[dict[int, Tensor]] = [{} for _ in edges]
     pairs: list[tuple[int, int]] = []
-    owners: dict[Any, int] = {}
-    seen: set[Any] = set()
-    is_reentrant = False
+    owners: dict[Any, int] = {}  # the output by which each node was reached first
+    kinds: set[type] = set()
     for output, edge in enumerate(edges):
-        stack = [edge.into.node]
-        while stack:
-            node: Any = stack.pop()
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
+        stack: list[Any] = [edge.into.node]
+        while stack:  # once per node of every step's graph: no call that can be spared
+            node = stack.pop()
+            owner = owners.get(node)
+            if owner is not None:
+                if owner != output:
+                    pairs.append((owner, output))
+                continue
+            kind = type(node)
+            if kind is _LEAF:
+                leaf = node.variable
                 leaves[output][id(leaf)] = leaf
                 if id(leaf) not in local:
                     continue
-            owner = owners.setdefault(node, output)
-            if owner != output:
-                pairs.append((owner, output))
-            elif node not in seen:
-                seen.add(node)
-                is_reentrant = is_reentrant or type(node).__name__ == _REENTRANT
-                stack.extend(f for f, _ in node.next_functions if f is not None)
+            owners[node] = output
+            kinds.add(kind)
+            for following, _ in node.next_functions:
+                if following is not None:
+                    stack.append(following)
+    is_reentrant = _REENTRANT in {kind.__name__ for kind in kinds}
     return Survey(leaves, pairs, is_reentrant)
 
 
@@ -227,6 +231,7 @@ def accumulate(
 # Helpers
 # ---------------------------------------------------------------------------
 
+_LEAF: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the node of a leaf
 _REENTRANT = "CheckpointFunctionBackward"
 
 

@@ -203,29 +203,28 @@ class Trial:
             self._habits._probed(written, self._mode)
             self.restore_inputs()
             return Verdict.WHOLE
-        if any(found.has_moved for found in facts) and self.drawing != "swap":
+        if self.drawing != "swap" and any(found.has_moved for found in facts):
             self.undo()
             self._habits._learn(self._escalated())
             self.restore_inputs()
             return Verdict.AGAIN
-        self._habits._probed(self._find_raced(changes), self._mode)
-        has_drawn = any(found.has_drawn for found in facts)
-        if self._can_watch and self.drawing == "intercept" and not has_drawn:
+        self._habits._probed(self._find_raced(changes) if changes.raced else [], self._mode)
+        watched = self._can_watch and self.drawing == "intercept"
+        if watched and not any(found.has_drawn for found in facts):
             self._habits._learn("watch")
         return Verdict.STANDS
 
     def _find_raced(self, changes: Changes) -> list[Tensor]:
         """Parameters that this forward began to write in a later call than the watched one."""
         raced = {id(link.source): link for link in changes.raced}
-        if raced:
-            names = ", ".join(sorted(show_path(link.path) for link in raced.values()))
-            warnings.warn(
-                f"forward wrote parameters in place ({names}) for the first time, in memory that "
-                f"all shards share: in this call each shard wrote them. From now on each has a "
-                f"copy of its own, merged like a buffer",
-                StateWarning,
-                stacklevel=2,
-            )
+        names = ", ".join(sorted(show_path(link.path) for link in raced.values()))
+        warnings.warn(
+            f"forward wrote parameters in place ({names}) for the first time, in memory that "
+            f"all shards share: in this call each shard wrote them. From now on each has a "
+            f"copy of its own, merged like a buffer",
+            StateWarning,
+            stacklevel=2,
+        )
         return [link.source for link in raced.values()]
 
     def restore_inputs(self) -> None:

@@ -13,8 +13,10 @@ for theirs. A module with such buffers and no counter is compared by value.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -28,13 +30,14 @@ __all__ = [
     "Carried",
     "Link",
     "Rows",
+    "Stamps",
     "as_leaf",
     "copy_all",
     "copy_to",
     "get_address",
+    "get_addresses",
     "get_version",
     "num_bytes",
-    "take_stamp",
     "write",
 ]
 
@@ -203,12 +206,44 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         target.copy_(source.detach())
 
 
-def take_stamp(tensor: Tensor) -> tuple[Any, bool]:
-    """What changes when the tensor's memory is exchanged, and ``requires_grad``."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return (get_address(tensor), get_version(tensor)), tensor.requires_grad
-    flags = tensor.is_conj() if tensor.is_complex() else None
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), flags), tensor.requires_grad
+class Stamps:
+    """What would show that the memory of one of many tensors was exchanged, or ``requires_grad``
+    switched. Asked at every call, so it is read in C loops.
+
+    Args:
+        tensors: the ones to look at, as they are now.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._plain = list(filter(_is_plain, tensors))
+        self._others = [tensor for tensor in tensors if not _is_plain(tensor)]
+        self._complex = [tensor for tensor in self._plain if tensor.is_complex()]
+        self._seen = self._look()
+
+    def find_changed(self) -> list[Tensor]:
+        """Return the tensors that are not what they were."""
+        try:
+            now = self._look()
+        except RuntimeError:  # one is not of a plain kind any more
+            return self._plain + self._others
+        if now == self._seen:
+            return []
+        asked = [*[self._plain] * 4, self._complex, self._others]
+        found: dict[int, Tensor] = {}
+        for tensors, *answers in zip(asked, self._seen, now, strict=True):
+            changed = map(operator.ne, *answers)
+            found |= {id(tensor): tensor for tensor in compress(tensors, changed)}
+        return list(found.values())
+
+    def _look(self) -> list[list[Any]]:
+        return [
+            list(map(Tensor.data_ptr, self._plain)),
+            list(map(_get_shape, self._plain)),
+            list(map(Tensor.stride, self._plain)),
+            list(map(_needs_gradient, self._plain)),
+            list(map(Tensor.is_conj, self._complex)),
+            [(get_address(t), get_version(t), t.requires_grad) for t in self._others],
+        ]
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -219,13 +254,36 @@ def num_bytes(tensor: Tensor) -> int:
 def get_version(*tensors: Tensor) -> int:
     """Return the in-place version (of several tensors: the sum goes up with each); -1 if torch
     keeps none."""
-    if any(tensor.is_inference() for tensor in tensors):
-        return -1
-    return sum(tensor._version for tensor in tensors)
+    total = 0
+    for tensor in tensors:
+        if tensor.is_inference():
+            return -1
+        total += tensor._version
+    return total
 
 
 def get_address(tensor: Tensor) -> int:
     """Return where the values lie; 0 for layouts without one place."""
     if tensor.layout == torch.sparse_coo:
         return tensor._values().data_ptr()
-    return tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_nested else 0
+    return tensor.data_ptr() if _is_plain(tensor) else 0
+
+
+def get_addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the values of many tensors lie."""
+    try:
+        return list(map(Tensor.data_ptr, tensors))
+    except RuntimeError:  # one has no one place
+        return list(map(get_address, tensors))
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+_get_shape = operator.attrgetter("shape")
+_needs_gradient = operator.attrgetter("requires_grad")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested

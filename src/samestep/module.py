@@ -153,9 +153,10 @@ class DataParallel(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the whole batch; see the class."""
+        module = self.module
         if self._samestep_is_single:
-            args, kwargs = self._samestep_runtime.to_slot(self.module, args, kwargs)
-            return self.module(*args, **kwargs)
+            args, kwargs = self._samestep_runtime.to_slot(module, args, kwargs)
+            return module(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _run_uncompiled(self, args, kwargs)
         if self._samestep_is_open:

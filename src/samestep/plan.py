@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from samestep.dims import DEFAULT, Inherited, child_in_dims, is_dim
@@ -162,6 +161,8 @@ def _weighted_sizes(num_rows: int, num_slots: int, split: Sequence[float]) -> tu
         )
     if num_rows == 0:
         return ()
+    from fractions import Fraction  # the import alone takes longer than most of ours
+
     total = sum(map(Fraction, weights))  # exact, so that equal weights are equal shares
     shares = [num_rows * Fraction(weight) / total for weight in weights]
     sizes = [math.floor(share) for share in shares]

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.comm import Comm
-from samestep.devices import owner_of_slot
+from samestep.context import Shard, make_shards
+from samestep.devices import Slot, owner_of_slot
 from samestep.errors import SplitError
 from samestep.options import Options
 from samestep.plan import SplitPlan, join_single_rows, plan_sizes
@@ -29,38 +31,51 @@ __all__ = ["Call", "join_rows_within", "open_call", "own_slots", "scale_gradient
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call.
+    """One call: what depends on its plan alone, so that equal calls may share it.
 
     Attributes:
         plan: of all shards.
         cut: how this rank's arguments are cut; None if they have no rows.
         spread: who has which shards.
+        slots: where each shard runs.
     """
 
     plan: SplitPlan
     cut: SplitPlan | None
     spread: Spread
+    slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
+    def shards(self) -> list[Shard]:
+        """The shards, as forward may ask for them."""
+        return make_shards([slot.device for slot in self.slots], self.rows)
+
+    @cached_property
+    def places(self) -> list[int]:
+        """The shards whose replicas are needed here."""
+        # A rank without shards has a replica to know names by.
+        return list(self.spread.mine) or [0]
+
+    @cached_property
     def rows(self) -> tuple[int, ...]:
         """B_k of each shard."""
         return self.plan.sizes or (self.plan.num_rows or 0,)
 
-    @property
+    @cached_property
     def own_rows(self) -> slice:
         """The rows of the batch that this rank's shards have."""
         mine = self.spread.mine
         start = sum(self.rows[: mine.start])
         return slice(start, start + sum(self.rows[k] for k in mine))
 
-    @property
+    @cached_property
     def output_rows(self) -> tuple[int, ...]:
         """Rows of each shard that this rank's caller gets."""
         if not self.spread.is_local:
             return self.rows
         return tuple(size if k in self.spread.mine else 0 for k, size in enumerate(self.rows))
 
-    @property
+    @cached_property
     def share(self) -> float:
         """What part of the batch's rows this rank's caller has."""
         return sum(self.output_rows) / max(sum(self.rows), 1)
@@ -186,4 +201,4 @@ def _make_call(
         own = tuple(plan.sizes[k] for k in mine)
         cut = dataclasses.replace(cut, sizes=own, slots=tuple(plan.slots[k] for k in mine))
         cut = cut if own else None
-    return Call(plan, cut, spread)
+    return Call(plan, cut, spread, tuple(options.slots[k] for k in slots))

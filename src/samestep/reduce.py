@@ -28,10 +28,12 @@ Must not: know what a value means (a gradient, a statistic), or which shard ran 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,14 +93,16 @@ def tree_sum(values: Sequence[Tensor]) -> Tensor:
 
 def sum_lists(left: Gradients, right: Gradients) -> Gradients:
     """Add two lists entry by entry; None means "no gradient" and is not the same as zeros."""
+    if _are_alike(left, right):
+        return list(torch._foreach_add(left, right))  # type: ignore[arg-type]  # as add does
     return [
         b if a is None else a if b is None else add(a, b) for a, b in zip(left, right, strict=True)
     ]
 
 
-def is_large(values: Gradients) -> bool:
+def is_large(values: Iterable[Tensor]) -> bool:
     """Whether adding such lists takes so long that several workers should share the work."""
-    return sum(value.numel() for value in values if value is not None) >= _LARGE
+    return sum(map(Tensor.numel, values)) >= _LARGE
 
 
 class TreeSum(Generic[T]):
@@ -110,8 +114,8 @@ class TreeSum(Generic[T]):
     Args:
         num_values: K, the number of values that will arrive.
         combine: adds a left and a right value (the left one has the lower shard indices).
-        is_large: of which values a thread adds only what it brought itself; what is left then is
-            found in :meth:`parts`.
+        by_thread: each thread adds only what it brought itself; what is left then is found in
+            :meth:`parts`.
     """
 
     def __init__(
@@ -119,19 +123,19 @@ class TreeSum(Generic[T]):
         num_values: int,
         combine: Callable[[T, T], T],
         *,
-        is_large: Callable[[T], bool] | None = None,
+        by_thread: bool = False,
     ) -> None:
         self._num_values = num_values
         self._widths = _widths(num_values)
         self._combine = combine
-        self._is_large = is_large
+        self._by_thread = by_thread
         self._waiting: dict[Node, tuple[int, T]] = {}  # with the thread that brought it
         self._lock = threading.Lock()
         self._root: list[T] = []
 
     def add(self, index: int, value: T) -> None:
         """Bring shard ``index``'s value. Each index comes exactly once."""
-        thread = threading.get_ident() if self._is_large and self._is_large(value) else 0
+        thread = threading.get_ident() if self._by_thread else 0
         level = 0
         while self._widths[level] > 1:
             if index ^ 1 < self._widths[level]:  # else: no sibling, pass up as it is
@@ -156,9 +160,9 @@ class TreeSum(Generic[T]):
 
     def parts(self) -> dict[Node, T]:
         """The finished subtrees that are here, in the order of the shards."""
+        if self._root:  # and then nothing waits
+            return {(len(self._widths) - 1, 0): self._root[0]}
         found = {node: value for node, (_, value) in self._waiting.items()}
-        if self._root:
-            found[len(self._widths) - 1, 0] = self._root[0]
         return dict(sorted(found.items(), key=lambda item: item[0][1] << item[0][0]))
 
     def result(self) -> T:
@@ -227,8 +231,9 @@ def sum_slices(
             found[node] = list(parts.values())[recipe]
             continue
         found[node] = []
+        needed = _numbers(recipe)
+        renumbered = _renumber(recipe, needed)
         for values in zip(*parts.values(), strict=True):
-            needed = _numbers(recipe)
             operands = [values[number] for number in needed]
             flat = [v.view(-1) for v in operands if v is not None and _is_flat(v, operands[0])]
             if len(flat) < len(operands):
@@ -236,7 +241,7 @@ def sum_slices(
                 continue
             total = torch.empty_like(operands[0])
             found[node].append(total)
-            pieces.append((_renumber(recipe, needed), flat, total.view(-1)))
+            pieces.append((renumbered, flat, total.view(-1)))
     size = sum(total.numel() for _, _, total in pieces)
     cuts = [size * worker // num_workers for worker in range(num_workers + 1)]
 
@@ -246,7 +251,9 @@ def sum_slices(
             for recipe, flat, total in pieces:
                 begin, end = max(first - at, 0), min(last - at, total.numel())
                 at += total.numel()
-                if begin < end:
+                if begin == 0 and end == total.numel():  # most of them, where there are many
+                    add_into(total, recipe, flat)
+                elif begin < end:
                     add_into(total[begin:end], recipe, [value[begin:end] for value in flat])
 
         return work
@@ -265,29 +272,42 @@ def add_into(total: Tensor, recipe: Recipe, values: Sequence[Tensor]) -> None:
             total.copy_(values[recipe])
             return
         left, right = recipe
-        size = max(total.numel(), 1) if len(values) == 2 else _BLOCK
-        for start in range(0, total.numel(), size):
-            block = [value[start : start + size] for value in values]
+        if len(values) == 2:
+            torch.add(values[0], values[1], out=total)
+            return
+        for start in range(0, total.numel(), _BLOCK):
+            block = [value[start : start + _BLOCK] for value in values]
             one, other = evaluate(left, block), evaluate(right, block)
             assert one is not None
             assert other is not None
-            torch.add(one, other, out=total[start : start + size])
+            torch.add(one, other, out=total[start : start + _BLOCK])
 
 
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
 
+_get_kind = operator.attrgetter("layout", "device")
 _LARGE = 1 << 19  # entries; below, handing the work to others takes longer than the work
 _BLOCK = 1 << 15  # entries: a few blocks of floats fit into a core's own cache
 
 
-def _widths(num_values: int) -> list[int]:
+@functools.cache
+def _widths(num_values: int) -> tuple[int, ...]:
     """How many nodes each level has."""
     widths = [num_values]
     while widths[-1] > 1:
         widths.append((widths[-1] + 1) // 2)
-    return widths
+    return tuple(widths)
+
+
+def _are_alike(left: Gradients, right: Gradients) -> TypeGuard[list[Tensor]]:
+    """Whether there are as many dense tensors in both, all on one device."""
+    try:
+        kinds = set(map(_get_kind, itertools.chain(left, right)))
+    except AttributeError:  # a gradient is missing
+        return False
+    return len(kinds) == 1 and kinds.pop()[0] == torch.strided and len(left) == len(right)
 
 
 def _numbers(recipe: Recipe) -> list[int]:

@@ -20,9 +20,11 @@ Must not: decide when a replica is out of date (the set of them does).
 
 from __future__ import annotations
 
+import itertools
+import operator
 import threading
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -34,11 +36,11 @@ from samestep.context import current_shard
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.follow import Follower
-from samestep.links import Link, Rows, as_leaf, copy_to, get_address
+from samestep.links import Link, Rows, as_leaf, copy_to, get_addresses
 from samestep.norm import NormRecord
 from samestep.snapshot import Snapshot
 
-__all__ = ["BringHome", "LazyError", "Replica", "find_replica", "home_device", "replicas_of"]
+__all__ = ["BringHome", "LazyError", "Replica", "find_replica", "home_device"]
 
 
 class LazyError(ReplicaError):
@@ -80,7 +82,7 @@ class Replica:
         share: False: hold copies even of parameters on the same device (as on another device).
 
     Attributes:
-        module: the copy, a real module of the same class.
+        module: the copy, a real module of the same class: the replica itself.
         links: by id of the source tensor.
         rows: by id of the source tensor, which of its rows are this replica's; others it holds
             whole.
@@ -118,15 +120,11 @@ class Replica:
             if isinstance(link.source, nn.Parameter):
                 # What the user put on a parameter belongs to the replica's parameter too.
                 self.follower.add_cell(link.source.__dict__, link.copy.__dict__, link.path)
+        self.module = self.follower.root
         self._targets = {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
         self.snapshot = Snapshot([target for _, target in self.follower.cells])
         self.index()
         _registry[self.module] = weakref.ref(self)
-
-    @property
-    def module(self) -> nn.Module:
-        """The replica itself."""
-        return self.follower.root
 
     def original(self, value: Any) -> Any:
         """Return the source's object that ``value`` is this replica's copy of, or ``value``."""
@@ -137,11 +135,6 @@ class Replica:
             return self.home if value == self.slot.device else value
         link = self._by_copy.get(id(value))
         return self.follower.original(value) if link is None else link.source
-
-    def path_of(self, key: int) -> str | None:
-        """The path of the tensor whose copy has this id; None for any other."""
-        link = self._by_copy.get(key)
-        return None if link is None else link.path
 
     def target(self, cell: Any) -> Any:
         """Return this replica's copy of a source cell; None if it has none."""
@@ -200,15 +193,21 @@ class Replica:
             module._forward_hooks or module._forward_pre_hooks
             for _, module in self.follower.modules
         )
+        self.paths = {id(link.copy): link.path for link in self.links.values()}
         self.aliases = [link for link in self.links.values() if link.is_alias]
         self.copies = [link for link in self.links.values() if not link.is_alias]
+        # Beside each list of links the tensors that are asked, in a C loop, at every call.
         self._alias_tensors = [link.copy for link in self.aliases]
-        self._addresses = list(map(get_address, self._alias_tensors))
+        self._addresses = get_addresses(self._alias_tensors)
         parameters = [link for link in self.copies if isinstance(link.source, nn.Parameter)]
         self._trained = self.aliases + parameters
+        self._trained_tensors = [link.copy for link in self._trained]
+        self._graded = self._alias_tensors + [
+            link.copy for link in self.copies if link.copy.requires_grad
+        ]
         # Inference tensors have no versions; then nothing can be said about them.
         self._counted = [link for link in self.aliases if not link.copy.is_inference()]
-        self._versions = [link.copy._version for link in self._counted]
+        self._counted_tensors = [link.copy for link in self._counted]
         # Nothing can be told from versions alone where torch keeps none, or does not raise them.
         self._tells = not any(
             link.is_suspect
@@ -217,6 +216,21 @@ class Replica:
             for link in self.copies
         )
         self._left: list[int] = []
+        self._picked: tuple[frozenset[str], list[Link]] = frozenset(), []
+
+    def pick(self, paths: frozenset[str]) -> list[Link]:
+        """The links of the source's tensors at these paths that need a gradient. Remembered: what
+        one step uses, the next uses too."""
+        if self._picked[0] != paths:
+            self._picked = (
+                paths,
+                [
+                    link
+                    for link in self.links.values()
+                    if link.path in paths and link.source.requires_grad and link.rows is None
+                ],
+            )
+        return self._picked[1]
 
     def rest(self) -> None:
         """What the replica holds as copies is equal to the source now; see :meth:`is_at_rest`."""
@@ -230,19 +244,22 @@ class Replica:
         """A forward is about to run."""
         for record in self.norms:
             record.calls.clear()
-        self._versions = [link.copy._version for link in self._counted]
-        self._required = [link.copy.requires_grad for link in self._trained]
+
+    def watch(self) -> None:
+        """Forwards are about to run, of which :meth:`find_raced` and :meth:`find_switched` tell."""
+        self._versions = list(map(_get_version, self._counted_tensors))
+        self._required = list(map(_needs_gradient, self._trained_tensors))
 
     def find_written(self) -> list[Link]:
         """Links whose copy the forward wrote, or gave other memory (``parameter.data = ...``)."""
         written = [link for link in self.copies if link.was_written]
-        if list(map(get_address, self._alias_tensors)) != self._addresses:
+        if get_addresses(self._alias_tensors) != self._addresses:
             written += [link for link in self.aliases if link.was_written]
         return written
 
     def find_raced(self) -> list[Link]:
         """Aliases that the forward wrote in place: memory that all shards share."""
-        now = [link.copy._version for link in self._counted]
+        now = list(map(_get_version, self._counted_tensors))
         if now == self._versions:
             return []
         pairs = zip(self._counted, self._versions, now, strict=True)
@@ -250,11 +267,11 @@ class Replica:
 
     def parameter_versions(self) -> list[int]:
         """How often each parameter was written in place; those without a version are left out."""
-        return [link.copy._version for link in self._counted]
+        return list(map(_get_version, self._counted_tensors))
 
     def find_switched(self) -> list[Link]:
         """Links whose ``requires_grad`` the forward switched."""
-        if [link.copy.requires_grad for link in self._trained] == self._required:
+        if list(map(_needs_gradient, self._trained_tensors)) == self._required:
             return []
         return [
             link for link in self._trained if link.copy.requires_grad != link.source.requires_grad
@@ -266,9 +283,7 @@ class Replica:
 
     def has_gradients(self) -> bool:
         """Whether the forward called ``backward()`` itself."""
-        return any(tensor.grad is not None for tensor in self._alias_tensors) or any(
-            link.copy.grad is not None for link in self.copies if link.copy.requires_grad
-        )
+        return not all(map(operator.is_, map(_get_gradient, self._graded), _NONES))
 
     def _set_clocks(self) -> None:
         """See [Note: batch_norm has no version]."""
@@ -330,12 +345,6 @@ def find_replica(module: nn.Module) -> Replica | None:
     return None if found is None else found()
 
 
-def replicas_of(modules: Sequence[nn.Module]) -> list[Replica]:
-    """Return the records of modules that are replicas in use."""
-    found = [find_replica(module) for module in modules]
-    return [replica for replica in found if replica is not None]
-
-
 def home_device(module: nn.Module) -> torch.device:
     """Return the one device on which the module's parameters and buffers lie; the CPU if none.
 
@@ -360,6 +369,10 @@ def home_device(module: nn.Module) -> torch.device:
 # ---------------------------------------------------------------------------
 
 _UNVERSIONED = {"running_mean", "running_var"}
+_get_version = operator.attrgetter("_version")
+_get_gradient = operator.attrgetter("grad")
+_needs_gradient = operator.attrgetter("requires_grad")
+_NONES = itertools.repeat(None)
 # Weak on both sides: a replica belongs to its set.
 _registry: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
 

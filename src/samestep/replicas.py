@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.devices import Slot
-from samestep.links import Carried, Rows, copy_all, num_bytes, take_stamp, write
+from samestep.links import Carried, Rows, Stamps, copy_all, num_bytes, write
 from samestep.replica import BringHome, Replica
 from samestep.snapshot import Snapshot
 
@@ -93,16 +93,15 @@ class ReplicaSet:
         self._types: list[type] = []
         self._untracked: Snapshot | None = None
         self._dirty: dict[int, Any] = {}
-        self._tensors: list[Tensor] = []  # every tensor of the source, and beside it:
-        self._stamps: list[Any] = []  # what would show that its memory was exchanged
-        self._listed = False  # whether the two lists are those of the tree as it is now
+        self._steady: Snapshot | None = None  # of every cell there is; see _follow
+        self._scripted: list[tuple[Any, Any]] = []
+        self._is_cut = False  # whether a replica may hold some rows of a tensor only
+        self._stamps = Stamps([])  # of every tensor of the source
+        self._listed = False  # whether they are those of the tree as it is now
+        #: Whether the module holds a random generator, from which a forward may begin to draw.
+        self.has_generator = False
         self._moved: list[Tensor] = []
         self.generation += 1
-
-    @property
-    def has_generator(self) -> bool:
-        """Whether the module holds a random generator, from which a forward may begin to draw."""
-        return any(replica.follower.has_generator for replica in self._replicas.values())
 
     def mark_dirty(self, cells: Sequence[Any]) -> None:
         """A forward changed its copies of these source cells: renew them at the next refresh."""
@@ -153,20 +152,27 @@ class ReplicaSet:
             self.clear()
             self._source = source
         self.carried = self._carried.plan(sizes) if self._carried else []
-        places = range(len(slots)) if shards is None else shards
-        plans = [self.carried[k] if self.carried else {} for k in places]
-        for slot, rows in zip(slots, plans, strict=True):
-            self._cut_anew(slot, rows)
+        plans: dict[int, dict[int, Rows]] = {}
+        if self.carried:
+            places = range(len(slots)) if shards is None else shards
+            plans = {s.index: self.carried[k] for s, k in zip(slots, places, strict=True)}
+            self._is_cut = True
+        if self._is_cut:
+            for slot in slots:
+                self._cut_anew(slot, plans.get(slot.index, {}))
         if self._snapshot is not None and not (self._follow() and self._follow_tensors()):
             self.clear()
-        for slot, rows in zip(slots, plans, strict=True):
-            if slot.index not in self._replicas:
-                self._build(source, slot, rows)
+        replicas = []
+        for slot in slots:
+            replica = self._replicas.get(slot.index)
+            if replica is None:
+                replica = self._build(source, slot, plans.get(slot.index, {}))
+            replicas.append(replica)
         if not self._listed:
             self._list_tensors()
-        replicas = [self._replicas[slot.index] for slot in slots]
         for replica in replicas:
-            self._renew(replica, force)
+            if replica.copies:
+                self._renew(replica, force)
         return replicas
 
     def restore(self, replica: Replica) -> None:
@@ -182,6 +188,7 @@ class ReplicaSet:
             self._prepare(replica)
             replica.index()
             replica.snapshot.take()
+            self._steady = None
         if not replica.is_at_rest():
             self._renew(replica, force=False)
             replica.rest()
@@ -199,7 +206,7 @@ class ReplicaSet:
         replica.rows = rows
         self.mark_dirty([cell for cell, _ in replica.follower.cells if _holds(cell, ids)])
 
-    def _build(self, source: nn.Module, slot: Slot, rows: Mapping[int, Rows]) -> None:
+    def _build(self, source: nn.Module, slot: Slot, rows: Mapping[int, Rows]) -> Replica:
         replica = Replica(
             source, slot, share=self._share, written=self._written, rows=rows, lock=self.lock
         )
@@ -212,24 +219,36 @@ class ReplicaSet:
             self._untracked = Snapshot(replica.follower.untracked)
             self._modules = [module for module, _ in replica.follower.modules]
             self._types = list(map(type, self._modules))
+        self._steady = None
         self._listed = False
+        return replica
 
     def _follow(self) -> bool:
         """Bring all replicas up to date; False if that needs new ones."""
         assert self._snapshot is not None
         assert self._untracked is not None
-        self._follow_scripted()
+        for scripted, target in self._scripted:
+            if scripted.training != target.training:
+                target._c.setattr("training", scripted.training)
+                self.generation += 1
+        # One look at everything, where the last call found everything as it was.
+        if self._steady is not None and not self._dirty and self._steady.is_current():
+            return list(map(type, self._modules)) == self._types
+        self._steady = None
         if not self._untracked.is_current():
             return False
         if list(map(type, self._modules)) != self._types:
             return False  # somebody gave a module another class
         for replica in self._replicas.values():
             if not replica.snapshot.is_current():  # a backward wrote it: that stays in the replica
-                changed = replica.snapshot.changed()
-                self.mark_dirty([replica.follower.cells[index][0] for index in changed])
+                written = replica.snapshot.changed()
+                self.mark_dirty([replica.follower.cells[index][0] for index in written])
         if self._snapshot.is_current() and not self._dirty:
+            followers = [replica.follower for replica in self._replicas.values()]
+            cells = [pair[0] for pair in followers[0].cells] + followers[0].untracked
+            self._steady = Snapshot(cells + [pair[1] for f in followers for pair in f.cells])
             return True
-        cells = dict(self._dirty)
+        changed = dict(self._dirty)
         first = next(iter(self._replicas.values())).follower
         for index in self._snapshot.changed():
             cell, before = first.cells[index][0], self._snapshot.content(index)
@@ -238,18 +257,11 @@ class ReplicaSet:
                 return False
             if isinstance(cell, dict) and cell.get("training") is not before.get("training"):
                 self.generation += 1
-            cells[id(cell)] = cell
+            changed[id(cell)] = cell
         self._dirty = {}
         self._snapshot.take()
-        self._update(list(cells.values()))
+        self._update(list(changed.values()))
         return True
-
-    def _follow_scripted(self) -> None:
-        for replica in self._replicas.values():
-            for source, target in replica.follower.scripted:
-                if source.training != target.training:
-                    target._c.setattr("training", source.training)
-                    self.generation += 1
 
     def _update(self, cells: Sequence[Any]) -> None:
         assert self._snapshot is not None
@@ -260,6 +272,7 @@ class ReplicaSet:
             replica.prune(live)
             replica.index()
             replica.snapshot.take()
+        self._steady = None
         self._listed = False
 
     # -- Following tensors -------------------------------------------------------------------
@@ -267,30 +280,26 @@ class ReplicaSet:
     def _follow_tensors(self) -> bool:
         """Make new aliases where a tensor's memory was exchanged; False if that needs new
         replicas."""
-        stamps = [take_stamp(tensor) for tensor in self._tensors]
-        if stamps == self._stamps and not self._moved:
+        # A switched requires_grad too: an older graph needs its leaf as it was.
+        moved = self._moved + self._stamps.find_changed()
+        if not moved:
             return True
-        moved = self._moved + [
-            tensor
-            for tensor, before, now in zip(self._tensors, self._stamps, stamps, strict=True)
-            # A switched requires_grad too: an older graph needs its leaf as it was.
-            if before != now
-        ]
         self._moved = []
         loose = {id(t) for r in self._replicas.values() for t in r.follower.loose}
         if any(id(tensor) in loose for tensor in moved):
             return False
-        if moved:
-            self._relink(moved)
+        self._relink(moved)
         self._listed = False
         return True
 
     def _list_tensors(self) -> None:
         """Note the tensors of the tree as it is now, and carry ``requires_grad`` over."""
         first = next(iter(self._replicas.values()))
-        self._tensors = [link.source for link in first.links.values()]
-        self._stamps = [take_stamp(tensor) for tensor in self._tensors]
+        self._stamps = Stamps([link.source for link in first.links.values()])
         self._listed = True
+        followers = [replica.follower for replica in self._replicas.values()]
+        self._scripted = [pair for follower in followers for pair in follower.scripted]
+        self.has_generator = any(follower.has_generator for follower in followers)
         for replica in self._replicas.values():
             for link in replica.links.values():
                 if link.copy.requires_grad != link.source.requires_grad:

@@ -27,7 +27,7 @@ from samestep import rng, step
 from samestep.changes import Changes
 from samestep.comm import Comm
 from samestep.context import current_shard, must_run_plainly, use_num_threads
-from samestep.devices import Slot, is_serial_forced
+from samestep.devices import is_serial_forced
 from samestep.eager import EagerBackward
 from samestep.engine import Engine, SerialEngine, ThreadEngine
 from samestep.errors import RankError, note_shard
@@ -37,7 +37,6 @@ from samestep.functional import (
     merge_state,
     move,
     prepare,
-    replicate,
     scatter,
 )
 from samestep.group import MeetingNeeded
@@ -48,7 +47,7 @@ from samestep.options import Options
 from samestep.plan import SplitPlan
 from samestep.ranks import Call, join_rows_within, open_call, own_slots, scale_gradients
 from samestep.rendezvous import find_comm
-from samestep.replica import LazyError, home_device, replicas_of
+from samestep.replica import LazyError, home_device
 from samestep.replicas import ReplicaSet
 from samestep.runner import Runner
 from samestep.split import plan_split
@@ -101,6 +100,7 @@ class Runtime:
         self.refused: set[tuple[SplitPlan, bool]] = set()
         self.number = next(self.comm.numbers)
         self.num_calls = 0
+        self._calls: dict[int, Call] = {}  # by id of their plans; see _open
         _runtimes.add(self)
         self.can_watch = all(slot.device.type == "cpu" for slot in options.slots)
 
@@ -155,11 +155,19 @@ class Runtime:
                 return self._call_whole(module, call, method, args, kwargs)
 
     def _open(self, module: nn.Module, method: str | None, args: Any, kwargs: Any) -> Call:
-        options = self.options
+        plan = self.plan(module, method, args, kwargs)
+        if self.comm.num_ranks == 1 and not self.refused:
+            # Plans are kept by the shapes of the arguments, and so is what follows from them alone.
+            found = self._calls.get(id(plan))
+            if found is None or found.plan is not plan:
+                if len(self._calls) >= _NUM_CALLS:
+                    self._calls.clear()
+                found = self._calls[id(plan)] = open_call(self.comm, self.options, plan, "")
+            return found
         name = self._name_call(module, method)
-        call = open_call(self.comm, options, self.plan(module, method, args, kwargs), name)
+        call = open_call(self.comm, self.options, plan, name)
         if (call.plan, module.training) in self.refused:
-            call = join_rows_within(call, self.comm, options, name) or call
+            call = join_rows_within(call, self.comm, self.options, name) or call
         return call
 
     def _is_plain(self, module: nn.Module, call: Call) -> bool:
@@ -183,21 +191,17 @@ class Runtime:
             form = (call.plan, module.training, torch.is_grad_enabled())
             self.mirror.compare(spread, module, (args, kwargs), form, self._setting())
         shards = self._scatter(call, args, kwargs)
-        slots = [options.slots[i] for i in call.plan.slots or (0,)]
-        places = list(spread.mine) or [0]  # a rank without shards has a replica to know names by
-        found = replicas_of(
-            replicate(
-                module,
-                [slots[k] for k in places],
-                keep=self.replicas,
-                sizes=[call.rows[k] for k in spread.mine] if spread.is_local else call.rows,
-                shards=range(len(places)) if spread.is_local else places,
-            )
+        places = call.places
+        found = self.replicas.refresh(
+            module,
+            [call.slots[k] for k in places],
+            sizes=[call.rows[k] for k in spread.mine] if spread.is_local else call.rows,
+            shards=range(len(places)) if spread.is_local else places,
         )
         replicas, model = found[: len(spread.mine)], found[0]
         trial = self.habits.start(
             module,
-            find_tensors((args, kwargs)),
+            find_tensors((*args, *kwargs.values())),
             may_repeat=1 in call.rows and has_batch_norm(module),
             can_watch=self.can_watch,
         )
@@ -212,7 +216,7 @@ class Runtime:
             outputs, changes, notes = run_shards(
                 replicas,
                 shards,
-                self._runner(module, slots, call, trial, model.home),
+                self._runner(module, call, trial, model.home),
                 model=model,
                 method=method,
                 recompute=options.recompute,
@@ -225,9 +229,10 @@ class Runtime:
                 self.mirror.check(spread, [seen for _, seen in notes])
             verdict = trial.judge(changes, facts, call.rows)
             if verdict is Verdict.STANDS:
-                spread.draw_alike(trial.draws, [seen.drawn for seen in facts])
-                if is_plain:
-                    spread.pass_on_generator()
+                if not spread.is_alone:
+                    spread.draw_alike(trial.draws, [seen.drawn for seen in facts])
+                    if is_plain:
+                        spread.pass_on_generator()
                 output = self._gather(call, outputs, method)
                 if eager is not None:
                     output = eager.tie(output, changes)
@@ -302,6 +307,8 @@ class Runtime:
 
     def _keep(self, call: Call, changes: Changes) -> None:
         """Bring what the forwards wrote to the source module."""
+        if changes.are_none:
+            return
         own = call.own_rows if call.spread.is_local else None
         for cell, key, tensors in self.writer.write(changes, call.rows, own):
             self.replicas.carry(cell, key, tensors)
@@ -323,9 +330,7 @@ class Runtime:
         options = self.options
         return (len(options.slots), options.split, options.dim, options.batch, options.reduction)
 
-    def _runner(
-        self, module: nn.Module, slots: Sequence[Slot], call: Call, trial: Trial, home: torch.device
-    ) -> Runner:
+    def _runner(self, module: nn.Module, call: Call, trial: Trial, home: torch.device) -> Runner:
         options = self.options
         is_serial = (
             self.habits.must_take_turns((call.plan, torch.is_grad_enabled()))
@@ -334,8 +339,7 @@ class Runtime:
         )
         return make_runner(
             self.serial if is_serial else self.threads,
-            [slot.device for slot in slots],
-            call.rows,
+            call.shards,
             drawing=trial.drawing,
             together=self.habits.is_together
             or (options.sync_batch_norm and has_batch_norm(module)),
@@ -403,6 +407,7 @@ class Runtime:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_NUM_CALLS = 1024
 _MSG_LOCAL = (
     "the module initialises itself from the first batch it sees, and with batch='local' each rank "
     "sees other rows; run one whole batch through the module before it is wrapped, the same one in "

@@ -79,22 +79,24 @@ def share_forward(
     """
     spread = runner.spread
     touched = find_touched(replicas)
-    has_gradients = any(replica.has_gradients() for replica in replicas)
+    has_gradients = True in [replica.has_gradients() for replica in replicas]
     more = note()
     while True:
         changes = collect(replicas, touched, model)
-        values = changes.values(len(replicas))
         graphs = []
         if torch.is_grad_enabled():
+            # As run_shards ties them: with the entries that changed, if there are any.
+            trees: Sequence[Any] = outputs
+            if changes.entries:
+                trees = list(zip(outputs, changes.values(len(replicas)), strict=True))
             graphs = [
-                look_at((output, row), replica, leaves[k])
-                for k, output, row, replica in zip(
-                    spread.mine, outputs, values, replicas, strict=True
-                )
+                look_at(tree, replica, leaves[k])
+                for k, tree, replica in zip(spread.mine, trees, replicas, strict=True)
             ]
         looks = [graph.look for graph in graphs]
         if spread.is_alone:
             return Forward(outputs, changes, looks, graphs, [more], has_gradients)
+        values = changes.values(len(replicas))
         shared, notes = spread.share(
             "forward",
             _make_payloads(outputs, values, changes),

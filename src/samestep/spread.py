@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -51,17 +52,17 @@ class Spread:
     is_local: bool = False
     dim: int = 0
 
-    @property
+    @cached_property
     def is_alone(self) -> bool:
         """Whether there is one rank, so that nothing need be told."""
         return self.comm.num_ranks == 1
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
         """K."""
         return len(self.owners)
 
-    @property
+    @cached_property
     def mine(self) -> range:
         """The shards of this rank."""
         if self.is_alone:

@@ -10,10 +10,9 @@ Must not: cut or merge batches, or write to the source module.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,10 +76,10 @@ def run_shards(
     leaves: list[list[Tensor | None]] = [[] for _ in arguments]
     inputs = _watch_inputs(arguments, leaves, local, spread.mine)
     here = [pair for k in spread.mine if (pair := arguments[k]) is not None]
-    here = [
-        map_tensors(inputs[k].replace, here[j]) if k in inputs else here[j]
-        for j, k in enumerate(spread.mine)
-    ]
+    if inputs:
+        here = [
+            map_tensors(inputs[k].replace, pair) for k, pair in zip(spread.mine, here, strict=True)
+        ]
     if eager is not None:
         _add_carried(replicas, model, leaves, local, spread.mine, carried)
         eager.begin(model, leaves, local, runner)
@@ -127,12 +126,15 @@ def _run(
     """Run the forwards of the shards that are here."""
     for replica in replicas:
         replica.begin()
-    functions: list[Callable[..., Any]] = [_function(replica, method) for replica in replicas]
-    again = [
-        Recomputation(replica, function)
-        for replica, function in zip(replicas, functions, strict=True)
-        if recompute and torch.is_grad_enabled()
+    for replica in replicas[:1]:  # what shards share it sees for all; a rank may have none
+        replica.watch()
+    functions: list[Callable[..., Any]] = [
+        replica.module if method is None else getattr(replica.module, method)
+        for replica in replicas
     ]
+    again: list[Recomputation] = []
+    if recompute and torch.is_grad_enabled():
+        again = list(map(Recomputation, replicas, functions))
     called: Sequence[Callable[..., Any]] = again or functions
     if eager is not None:
         called = [
@@ -205,25 +207,24 @@ _uncached: set[int] = set()  # the threads that run replicas now
 _uncached_lock = threading.Lock()
 
 
-@contextlib.contextmanager
-def _no_parametrization_cache() -> Iterator[None]:
+class _no_parametrization_cache:
     """Switch ``parametrize.cached()`` off while replicas run.
 
     Its cache is one dictionary whose keys name the module that was parametrized first, so every
     replica would get the tensor of whichever came first, graph included. Off, each computes its
     own. Threads are noted by name, not counted: what Ctrl-C left behind is mended by the next run.
     """
-    thread = threading.get_ident()
-    try:
+
+    def __enter__(self) -> None:
         with _uncached_lock:
             if not _uncached:
                 _NEVER.before = parametrize._cache_enabled
                 parametrize._cache_enabled = _NEVER  # type: ignore[assignment]  # like an int
-            _uncached.add(thread)
-        yield
-    finally:
+            _uncached.add(threading.get_ident())
+
+    def __exit__(self, *error: object) -> None:
         with _uncached_lock:
-            _uncached.discard(thread)
+            _uncached.discard(threading.get_ident())
             if not _uncached and isinstance(parametrize._cache_enabled, _Never):
                 parametrize._cache_enabled = _NEVER.before
 
@@ -260,14 +261,10 @@ def _watch_inputs(
 def _need_gradient(arguments: Arguments) -> bool:
     """Whether a tensor might require grad; cheap for arguments that are plain tensors."""
     args, kwargs = arguments
-    return any(
-        value.requires_grad if type(value) is Tensor else True
-        for value in (*args, *kwargs.values())
-    )
-
-
-def _function(replica: Replica, method: str | None) -> Callable[..., Any]:
-    return replica.module if method is None else getattr(replica.module, method)
+    for value in (*args, *kwargs.values()):
+        if type(value) is not Tensor or value.requires_grad:
+            return True
+    return False
 
 
 class _Inputs:

@@ -13,6 +13,7 @@ Must not: run anything, or know who has which shard beyond ``runner.spread``.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 from samestep.backward import ShardGraphs
 from samestep.errors import MergeError, RankError
 from samestep.graphs import ELSEWHERE, Edge, group_outputs, make_edge, survey
+from samestep.links import Link
 from samestep.replica import Replica
 from samestep.runner import Runner
 from samestep.stitch import stitch
@@ -87,19 +89,17 @@ def look_at(tree: Any, replica: Replica, leaves: Sequence[Tensor | None]) -> Gra
     seen = survey(edges, positions)
     uses, foreign = [], []
     for found in seen.leaves:
-        paths = {key: path for key in found if (path := replica.path_of(key)) is not None}
-        others = {
-            key: leaf
-            for key, leaf in found.items()
-            if key not in positions and key not in paths and leaf.requires_grad
-        }
-        uses.append(
-            Uses(
-                frozenset(positions[key] for key in found if key in positions),
-                frozenset(paths.values()),
-                tuple(tuple(leaf.shape) for leaf in others.values()),
-            )
-        )
+        paths = {key: replica.paths[key] for key in found if key in replica.paths}
+        rows = {positions[key]: None for key in found if key in positions} if positions else {}
+        others: dict[int, Tensor] = {}
+        if len(paths) + len(rows) < len(found):
+            others = {
+                key: leaf
+                for key, leaf in found.items()
+                if key not in positions and key not in paths and leaf.requires_grad
+            }
+        shapes = tuple([tuple(leaf.shape) for leaf in others.values()])
+        uses.append(Uses(frozenset(rows), frozenset(paths.values()), shapes))
         foreign.append(others)
     look = Look(uses, seen.pairs, seen.is_reentrant, replica.has_hooks())
     return Graph(look, edges, foreign)
@@ -160,17 +160,20 @@ class _Part:
         self._group = group
         self._runner = runner
         self._uses = [_pick(look.uses, group) for look in looks]
-        self._is_reentrant = any(look.is_reentrant for look in looks)
-        self._is_shared = any(look.is_shared for look in looks)
-        kept = [sorted({i for one in row for i in one.local}) for row in self._uses]
-        self._leaves = [_pick(row, places) for row, places in zip(leaves, kept, strict=True)]
-        self._local = [_pick(row, places) for row, places in zip(local, kept, strict=True)]
-        self._sources = self._find_sources(replicas, model)
+        self._is_reentrant = True in [look.is_reentrant for look in looks]
+        self._is_shared = True in [look.is_shared for look in looks]
+        self._leaves, self._local = list(leaves), list(local)
+        if any(local):
+            kept = [sorted({i for one in row for i in one.local}) for row in self._uses]
+            self._leaves = [_pick(row, places) for row, places in zip(leaves, kept, strict=True)]
+            self._local = [_pick(row, places) for row, places in zip(local, kept, strict=True)]
+        found = self._find_sources(replicas, model)
+        self._sources = [link.source for link in found]
         mine = runner.spread.mine
         self._replicated: list[list[Tensor]] = [[] for _ in looks]
         self._edges: list[list[Edge | None]] = [[ELSEWHERE] * len(row) for row in self._uses]
         for k, replica, graph in zip(mine, replicas, graphs, strict=True):
-            self._replicated[k] = [replica.links[id(s)].copy for s in self._sources]
+            self._replicated[k] = [replica.links[id(link.source)].copy for link in found]
             self._edges[k] = list(_pick(graph.edges, group))
         # Parameters from outside of the module, which forward reached by a global variable or a
         # closure: the shards' graphs end in the user's own tensors.
@@ -200,22 +203,20 @@ class _Part:
         )
         return stitch(graphs, values, sources, self._local)
 
-    def _find_sources(self, replicas: Sequence[Replica], model: Replica) -> list[Tensor]:
+    def _find_sources(self, replicas: Sequence[Replica], model: Replica) -> list[Link]:
         """The source's tensors that a gradient may reach, in an order that is every rank's."""
-        used = {path for row in self._uses for one in row for path in one.paths}
-        found = []
-        for key, link in model.links.items():
-            if not link.source.requires_grad or link.rows is not None:
-                continue
+        used = frozenset[str]().union(*[one.paths for row in self._uses for one in row])
+        if self._is_reentrant:
             # What re-entrant checkpointing will reach cannot be seen in the graph beforehand.
-            is_hidden = self._is_reentrant and link.source.grad_fn is None
-            if (is_hidden or link.path in used) and all(
-                replica.links[key].copy.requires_grad for replica in replicas
-            ):
-                found.append(link)
+            used |= {link.path for link in model.links.values() if link.source.grad_fn is None}
+        found = model.pick(used)
+        for replica in replicas:
+            copies = [replica.links[id(link.source)].copy for link in found]
+            if not all(map(_needs_gradient, copies)):
+                found = [link for link, c in zip(found, copies, strict=True) if c.requires_grad]
         if not self._runner.spread.is_alone:
-            found.sort(key=lambda link: link.path)
-        return [link.source for link in found]
+            found = sorted(found, key=lambda link: link.path)
+        return found
 
     def _check_foreign(self) -> None:
         """Ranks know each other's parameters by where they are in the module."""
@@ -246,6 +247,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def find_tensors(tree: Any) -> list[Tensor]:
     """Return every tensor of a tree."""
+    if type(tree) is tuple and {Tensor}.issuperset(map(type, tree)):
+        return list(tree)
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -261,8 +264,13 @@ def find_tensors(tree: Any) -> list[Tensor]:
 # ---------------------------------------------------------------------------
 
 
+_needs_gradient = operator.attrgetter("requires_grad")
+
+
 def _pick(row: Sequence[T], places: list[int]) -> list[T]:
-    """What lies at these places; a shard may have fewer outputs than another."""
+    """What lies at these places, in order; a shard may have fewer outputs than another."""
+    if places and len(places) == len(row) == places[-1] + 1:
+        return list(row)  # all of it
     return [row[i] for i in places if i < len(row)]
 
 
@@ -272,6 +280,8 @@ def _look_up(table: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
 
 def _find_recorded(tree: Any, own: Container[int]) -> dict[int, Tensor]:
     """The tensors of a tree that are part of a graph, by id; not the source module's ``own``."""
+    if type(tree) is Tensor and not tree.is_nested:
+        return {id(tree): tree} if tree.requires_grad and id(tree) not in own else {}
     outputs: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:

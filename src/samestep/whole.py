@@ -152,6 +152,7 @@ class WholeBatches:
             self._drawing, self._draws = trial.drawing, trial.draws
             try:
                 replica.begin()
+                replica.watch()
                 output = self._run(replica, number, batch, rows)
                 changes = collect([replica], find_touched([replica]), replica)
                 verdict = trial.judge(changes, [trial.look()], [rows or 0])

@@ -1,0 +1,178 @@
+"""What a call costs, as counts that are the same on every machine.
+
+Times move with the machine; how many Python functions of ours a step runs, how often it wakes a
+thread, what it copies and which operations it adds do not. The bounds lie close above what was
+measured (on Python 3.11, which counts a comprehension as a call; later ones count less), so that a
+step that does more work than it must fails here. Who makes it cheaper lowers them.
+"""
+
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import samestep
+from samestep import DataParallel
+from samestep.engine import ThreadEngine
+from samestep.workers import WorkerPool
+
+PACKAGE = str(Path(samestep.__file__).parent)
+NUM_LAYERS = 40
+
+
+class Calls:
+    """Counts the calls of our own Python functions, in every thread, while it is on."""
+
+    def __init__(self):
+        self.is_on = False
+        self.names = Counter()
+
+    def __call__(self, frame, event, arg):
+        if self.is_on and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.names[frame.f_code.co_qualname] += 1
+
+
+def count_calls(model, step):
+    """The calls of one step, after a few that teach the wrapper all it wants to know."""
+    # Workers of its own: only threads that are started from now on are watched.
+    workers = WorkerPool()
+    model._samestep_runtime.threads = ThreadEngine(1, num_workers=2, workers=workers)
+    calls = Calls()
+    before, before_in_threads = sys.getprofile(), threading.getprofile()
+    threading.setprofile(calls)
+    sys.setprofile(calls)
+    try:
+        for _ in range(5):
+            step()
+        calls.is_on = True
+        step()
+    finally:
+        calls.is_on = False
+        sys.setprofile(before)
+        threading.setprofile(before_in_threads)
+        for worker in workers._lease(workers.stats().num_idle):
+            worker.stop()
+    return calls.names
+
+
+def make_mlp():
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def make_deep(num_layers=NUM_LAYERS):
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_layers)])
+
+
+def evaluation(model):
+    x = torch.randn(8, 4)
+
+    def step():
+        with torch.no_grad():
+            return model(x)
+
+    return step
+
+
+def training(model):
+    x, parameters = torch.randn(8, 4), list(model.parameters())
+
+    def step():
+        for parameter in parameters:
+            parameter.grad = None
+        model(x).sum().backward()
+
+    return step
+
+
+def test_one_slot_adds_a_handful_of_calls():
+    model = DataParallel(make_mlp(), replicas=1)
+    assert count_calls(model, evaluation(model)).total() <= 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_replicas", "bound"),
+    [(evaluation, 2, 175), (evaluation, 4, 220), (training, 2, 370), (training, 4, 515)],
+)
+def test_a_step_of_a_small_model_takes_few_calls(kind, num_replicas, bound):
+    model = DataParallel(make_mlp(), replicas=num_replicas)
+    names = count_calls(model, kind(model))
+    assert names.total() <= bound, names.most_common(20)
+
+
+@pytest.mark.parametrize("kind", [evaluation, training])
+def test_more_layers_take_no_more_calls(kind):
+    few, many = DataParallel(make_deep(2), replicas=2), DataParallel(make_deep(), replicas=2)
+    assert count_calls(many, kind(many)) == count_calls(few, kind(few))
+
+
+def test_a_forward_wakes_each_worker_once_and_so_does_its_backward():
+    model = DataParallel(make_mlp(), replicas=4)
+    assert count_calls(model, evaluation(model))["Running.send"] == 1
+    names = count_calls(model, training(model))
+    assert names["Running.send"] == names["Running.wait"] == 2
+    assert names["ThreadEngine._run.<locals>.work"] == 4  # two workers, forward and backward
+
+
+def test_a_steady_training_copies_no_byte_and_makes_no_replica():
+    # Statistics that are held as copies, and used as they are.
+    model = DataParallel(nn.Sequential(make_mlp(), nn.BatchNorm1d(4)).eval(), replicas=3)
+    step = training(model)
+    step()
+    before = model.stats()
+    for _ in range(3):
+        step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        evaluation(model)()
+    assert model.stats() == before
+
+
+class Operations(TorchDispatchMode):
+    """Counts what reaches torch's dispatcher. It ties the shards to this thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(step):
+    for _ in range(3):
+        step()
+    with Operations() as operations:
+        step()
+    return operations.names
+
+
+def test_looking_for_changes_makes_no_tensor():
+    model = DataParallel(nn.Sequential(make_mlp(), nn.BatchNorm1d(4)), replicas=3)
+    training(model)()
+    assert not count_operations(model.refresh)
+
+
+def test_an_evaluation_adds_the_cutting_and_the_joining_only():
+    plain = make_mlp()
+    model = DataParallel(plain, replicas=3)
+    added = count_operations(evaluation(model))
+    for name, count in count_operations(evaluation(plain)).items():
+        added[name] -= 3 * count
+    assert +added == {"slice": 3, "cat": 1}
+
+
+def test_a_training_step_adds_the_cutting_the_joining_and_one_sum():
+    plain = make_mlp()
+    model = DataParallel(plain, replicas=2)
+    added = count_operations(training(model))
+    for name, count in count_operations(training(plain)).items():
+        added[name] -= 2 * count
+    # Cut forward, and the gradient of the joined output cut again; all gradients added at once.
+    assert +added == {"slice": 4, "cat": 1, "_foreach_add": 1}
