@@ -185,8 +185,10 @@ class Processes:
                 raise RuntimeError(f"process {rank} gave no answer in {TIMEOUT_S:g} s")
             try:
                 seconds, value = pipe.recv()
-            except EOFError:
-                code = self._processes[rank].exitcode
+            except (EOFError, OSError):
+                process = self._processes[rank]
+                process.join(10)  # its end of the pipe closes before it is gone
+                code = process.exitcode
                 raise RuntimeError(f"process {rank} ended (exit status {code})") from None
             if seconds is None:
                 raise RuntimeError(f"process {rank} failed:\n{value}")
