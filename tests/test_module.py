@@ -58,7 +58,7 @@ def test_one_slot_adds_nothing(options, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("called for one slot")
 
-    for name in ("scatter", "replicate", "run_shards", "gather", "plan_split"):
+    for name in ("scatter", "run_shards", "gather", "plan_split"):
         monkeypatch.setattr(f"samestep.runtime.{name}", refuse)
     module = Echo()
     model = DataParallel(module, **options)
