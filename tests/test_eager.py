@@ -366,6 +366,30 @@ def test_a_grad_scaler_and_clipping_see_what_they_always_see(dtype):
     assert_same_bits(*found)
 
 
+class Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        NOTED.append(torch.is_autocast_enabled("cpu"))
+        return gradient
+
+
+NOTED: list = []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_backward_is_outside_of_autocast_as_the_users_own(workers):
+    NOTED.clear()
+    model = make(lambda: Returns(lambda h: Noting.apply(h).mean()), workers=workers)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randn(8, 4))
+        assert torch.is_autocast_enabled("cpu")
+    assert NOTED == [False] * len(NOTED) != []
+
+
 def test_a_kept_graph_is_walked_again_and_a_freed_one_is_an_error():
     model, (x, y) = make(), make_batch()
     loss = model(x, y)
