@@ -1,5 +1,6 @@
 """What ranks run in tests: see :mod:`spmd`. The same functions run in the test's own process."""
 
+import contextlib
 import copy
 import hashlib
 import os
@@ -626,3 +627,176 @@ def scale_by_rank(group):
     model = samestep.DataParallel(Net(), replicas=4, eager_backward=True, process_group=group)
     x, y = make_data(1)
     (model(x[0], y[0]) * (1 + find_comm(group).rank)).backward()
+
+
+# -- Found by trying to break it -------------------------------------------------------------------
+
+
+def strided(group=None, kind="channels last", replicas=4):
+    """Sums of outputs and gradients whose strides are not those of contiguous tensors."""
+    torch.manual_seed(1)
+    options = {} if group is None else {"process_group": group}
+    layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)]
+    net = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    recompute = kind == "one shard"
+    model = samestep.DataParallel(net, replicas=replicas, recompute=recompute, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(2)
+    found = []
+    for _ in range(3):
+        x = torch.randn(1 if recompute else 12, 3, 17, 17, generator=generator)
+        out = model(x.contiguous(memory_format=torch.channels_last))
+        optimizer.zero_grad()
+        ((out / out.std() - 1).abs().mean() + out.pow(2).mean().sqrt()).backward()
+        size = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        found.append((out.stride(), out.sum(), out.std(), size))
+    return digest(found, net.state_dict())
+
+
+class Stores(nn.Module):
+    """Leaves features on the module: the output itself, or another tensor."""
+
+    def __init__(self, is_same):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 3, dtype=torch.float64)
+        self.is_same = is_same
+        self.features = self.aux = None
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.features = y if self.is_same else y * 1
+        self.aux = y.pow(2).mean()
+        return y
+
+
+def stored(group, is_same, replicas=4):
+    """Deviations from the plain module where a loss is made of what forward left on the module."""
+    torch.manual_seed(1)
+    module = Stores(is_same)
+    plain = copy.deepcopy(module)
+    model = samestep.DataParallel(module, replicas=replicas, process_group=group, batch="local")
+    x = torch.randn(9, FEATURES, dtype=torch.float64)
+    own = own_rows(group, 9, replicas)
+    (plain(x).sin().mean() + plain.features.pow(2).mean() + plain.aux).backward()
+    out = model(x[own])
+    assert out.shape == module.features.shape == (len(x[own]), 3)
+    (out.sin().mean() + module.features.pow(2).mean() + module.aux).backward()
+    return max(
+        float((a.grad - b.grad).abs().max())
+        for a, b in zip(module.parameters(), plain.parameters(), strict=True)
+    )
+
+
+class Nests(nn.Module):
+    """Containers in containers, all of them written."""
+
+    def __init__(self):
+        super().__init__()
+        self.nest = [{"count": 0}, [0]]
+
+    def forward(self, x):
+        self.nest[0]["count"] += 1
+        self.nest[1].append(1)
+        self.nest.append(2)
+        return x
+
+
+def nested(group=None, replicas=4):
+    options = {} if group is None else {"process_group": group}
+    module = Nests()
+    inner = module.nest[0]
+    model = samestep.DataParallel(module, replicas=replicas, **options)
+    for rows in (8, 8, 2, 8, 1, 8):
+        model(torch.arange(float(rows)))
+    return module.nest, module.nest[0] is inner
+
+
+def odd_one_out(group, what):
+    """Rank 1 is unlike rank 0 in a way that no plain comparison of batches shows."""
+    comm = find_comm(group)
+    is_odd = comm.rank == 1
+    torch.manual_seed(2)
+    options = {"replicas": 4, "process_group": group}
+    x = torch.randn(256, 64)
+    if what == "targets":
+        model = samestep.DataParallel(nn.Linear(64, 10), **options)
+        y = torch.randint(10, (256,))
+        y = y[torch.randperm(256)] if is_odd else y
+        F.cross_entropy(model(x), y).backward()
+    if what == "nan":
+        model = samestep.DataParallel(nn.Linear(64, 10), **options)
+        (model(x).sum() * (float("nan") if is_odd else 1.0)).backward()
+    if what == "later batch":
+        model = samestep.DataParallel(nn.Linear(64, 4), **options)
+        for step in range(5):
+            x = torch.randn(256, 64)
+            x[:, 0] = 0  # as a padding or a corner pixel
+            model(x.flip(0) if step == 4 and is_odd else x).sum().backward()
+    if what in ("one slot", "one row"):
+        replicas, rows = (1, 8) if what == "one slot" else (4, 1)
+        model = samestep.DataParallel(nn.Linear(4, 4), **options | {"replicas": replicas})
+        model(torch.full((rows, 4), 1.0 + is_odd)).sum().backward()
+    if what in ("requires_grad", "asked for"):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = samestep.DataParallel(net, **options)
+        if what == "requires_grad":
+            net[int(is_odd)].weight.requires_grad_(False)
+            model(torch.ones(8, 4)).sum().backward()
+        else:
+            torch.autograd.grad(model(torch.ones(8, 4)).sum(), [net[int(is_odd)].weight])
+    if what == "mode":
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        model = samestep.DataParallel(net, **options)
+        model(torch.ones(8, 4))
+        net[1].train(not is_odd)
+        for _ in range(2):
+            model(torch.ones(8, 4))
+    if what == "attribute":
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5 if is_odd else 0.1))
+        samestep.DataParallel(net, **options)(torch.ones(8, 4))
+    if what == "array":
+        array = torch.full((8,), 1.0 + is_odd).numpy()
+        samestep.DataParallel(TakesTwo(), **options)(torch.ones(8, 4), array)
+    if what == "buffers":
+        rule = "sum" if is_odd else "first"
+        samestep.DataParallel(nn.BatchNorm1d(4), buffers=rule, **options)(torch.ones(8, 4))
+    if what == "nothing":
+        samestep.DataParallel(TakesTwo(), **options)(torch.ones(8, 4), float("nan"))
+    return "no error"
+
+
+class TakesTwo(nn.Module):
+    def forward(self, x, other):
+        return x * 2
+
+
+def recover(group, how):
+    """Rank 1 does something else for once; afterwards all go on."""
+    comm = find_comm(group)
+    is_odd = comm.rank == 1
+    torch.manual_seed(1)
+    model = samestep.DataParallel(nn.Linear(4, 2), replicas=4, process_group=group)
+    x = torch.ones(8, 4)
+    model(x).sum().backward()
+    if how == "copy" and is_odd:
+        copy.deepcopy(model)
+    if how == "interrupt":
+        hook = model.module.register_forward_pre_hook(interrupt if is_odd else lambda *_: None)
+        try:
+            model(x)
+        except (KeyboardInterrupt, samestep.RankError) as error:
+            kind = type(error).__name__
+        assert kind == ("KeyboardInterrupt" if is_odd else "RankError")
+        hook.remove()
+    if how == "other method":
+        with contextlib.suppress(samestep.RankError):
+            model.call("forward", x) if is_odd else model(x)
+    other = samestep.DataParallel(nn.Linear(4, 2), replicas=4, process_group=group)
+    for one in (model, other, model):
+        one(x).sum().backward()
+    return digest([p.grad for p in (*model.parameters(), *other.parameters())])
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt

@@ -113,3 +113,31 @@ def test_shards_that_take_different_paths_are_told():
 
     with pytest.raises(RuntimeError, match="wait for each other at different places"):
         DataParallel(Forks(), replicas=2)(torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("how", ["one only", "unequally often", "other shapes", "in backward"])
+def test_shards_that_do_not_meet_are_told_and_never_wait_for_ever(how, replicas):
+    # Whoever woke up after the first error waited for ever; a shard that had ended counted as
+    # having met.
+    class Misses(nn.Module):
+        def forward(self, x):
+            index = samestep.current_shard().index
+            if how == "one only" and index == 0:
+                return x + samestep.all_reduce(x.mean(0))
+            if how == "unequally often":
+                for _ in range(index + 1):
+                    x = x + samestep.all_reduce(x.mean(0))
+            if how == "other shapes":
+                shape = (1,) if index % 2 else (1, 1)
+                x = x + samestep.all_reduce(x.sum().reshape(shape)).sum()
+            if how == "in backward":
+                mean = x.mean(0)
+                x = x + samestep.all_reduce(mean if index % 2 else mean.detach())
+            return x
+
+    model = DataParallel(Misses(), replicas=replicas)
+    for _ in range(20):
+        x = torch.ones(8, 1, requires_grad=True)
+        with pytest.raises(RuntimeError, match="wait for each other at different places"):
+            model(x).sum().backward()

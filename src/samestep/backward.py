@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import chain, compress, count
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from samestep.graphs import (
 from samestep.reduce import TreeSum, is_large, sum_lists
 from samestep.rng import Draws
 from samestep.runner import Runner
+from samestep.spread import pick_entries
 
 __all__ = ["MSG_FREED", "Backward", "ShardGraphs", "unflatten"]
 
@@ -55,6 +56,7 @@ class ShardGraphs:
             [Note: who keeps a graph].
         is_reentrant: see [Note: two ways to differentiate].
         foreign: leaves among the replicated ones that are the user's own tensors.
+        names: of the R inputs, the same in every rank; empty if they have none.
         lock: held by a backward through them: several threads take turns, as at any node of
             torch's.
         turns: held while a shard's graph accumulates into leaves that other shards have too.
@@ -69,6 +71,7 @@ class ShardGraphs:
     is_reentrant: bool = False
     turns: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     foreign: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -165,6 +168,7 @@ class Backward:
             runner.engine.num_workers,
             runner.engine.share_work,
             (draws.drawn, self._fingerprint()),
+            labels=self._labels(),
         )
         self._check(draws, notes)
         if runner.spread.is_alone:
@@ -287,7 +291,7 @@ class Backward:
         what = "second derivative" if torch.is_grad_enabled() else "backward"
         try:
             return runner.run_backward([backward(k) for k in self.graphs.mine], self.inline, draws)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too: the others wait
             if "a second time" in str(error) and isinstance(error, RuntimeError):
                 note_shard(error, _MSG_SIDE_DOOR)
             runner.spread.fail(what, error)
@@ -309,17 +313,28 @@ class Backward:
             return [[] for _ in range(self.num_shards)]
         return spread.share("gradients of inputs", local, {}, {})[0]
 
-    def _fingerprint(self) -> tuple[float, float] | None:
-        """A few of the numbers that arrive, added: in every rank the same, or their losses
-        differ."""
+    def _labels(self) -> list[str]:
+        """What the sums are of: the same in every rank, or other gradients are asked for there."""
+        if self.graphs.runner.spread.is_alone:
+            return []
+        return list(compress(self.graphs.names or map(str, count()), self.needed_replicated))
+
+    def _fingerprint(self) -> tuple[bool, list[float]] | None:
+        """Some of the numbers that arrive: in every rank the same, or their losses differ."""
         if self.graphs.runner.spread.is_alone or self.graphs.runner.spread.is_local:
             return None
-        picked = [g.detach() for row in self.local_gradients for g in row if g is not None]
-        picked = [g for g in picked if g.layout == torch.strided and g.numel()][:_NUM_PICKED]
-        few = [g.reshape(-1)[:: max(1, g.numel() // _NUM_PICKED)].double() for g in picked]
-        if any(g.is_complex() for g in few):
-            few = [torch.view_as_real(g) if g.is_complex() else g for g in few]
-        return sum(float(g.sum()) for g in few), sum(float(g.abs().sum()) for g in few)
+        arriving = [g.detach() for row in self.local_gradients for g in row if g is not None]
+        plain = [g for g in arriving if g.layout == torch.strided and g.numel()]
+        found: list[Tensor] = []
+        for gradient in plain[:_NUM_TENSORS]:
+            flat = gradient.reshape(-1)
+            if flat.numel() > _NUM_PICKED:
+                flat = flat[pick_entries(flat.numel(), _NUM_PICKED, 0).to(flat.device)]
+            found.append(torch.view_as_real(flat).sum(1) if flat.is_complex() else flat)
+        if not found:
+            return False, []
+        values = torch.cat([value.double().cpu() for value in found])
+        return bool(values.isnan().any()), values.nan_to_num().tolist()
 
     def _check(self, draws: Draws, notes: Sequence[Any]) -> None:
         """Keep the ranks' random numbers in step, and see that their losses are."""
@@ -327,13 +342,12 @@ class Backward:
         if spread.is_alone:
             return
         spread.draw_alike(draws, [drawn for drawn, _ in notes])
-        first, size = notes[0][1] or (0.0, 0.0)
+        first = notes[0][1]
         for rank, (_, found) in enumerate(notes):
-            # Not bit for bit: another processor may round a loss in another way.
-            if found is not None and abs(found[0] - first) > 1e-3 * max(size, found[1]):
+            if found is not None and not _are_alike(found, first):
                 raise RankError(
                     f"rank {rank} computes another loss than rank 0 (the gradients that arrive in "
-                    f"{spread.place} differ): with batch='global' every rank must compute the loss "
+                    f"{spread.title} differ): with batch='global' every rank must compute the loss "
                     f"of the whole batch, with the same targets and the same random numbers"
                 )
 
@@ -378,7 +392,17 @@ _MSG_LOCAL = (
     "create_graph=True is not there for batch='local', where the ranks' losses differ; use "
     "batch='global'"
 )
-_NUM_PICKED = 64  # of a gradient's entries, to compare ranks by
+# To compare ranks by: entries of a gradient, and of how many gradients.
+_NUM_PICKED = 256
+_NUM_TENSORS = 16
+
+
+def _are_alike(found: tuple[bool, list[float]], first: tuple[bool, list[float]]) -> bool:
+    """Not bit for bit: another processor may round a loss in another way."""
+    size = 1e-3 * max((abs(value) for value in first[1]), default=0.0)
+    return (found[0], len(found[1])) == (first[0], len(first[1])) and all(
+        abs(one - other) <= size for one, other in zip(found[1], first[1], strict=True)
+    )
 
 
 def _edge(tensor: Tensor | None, is_here: bool) -> Edge:

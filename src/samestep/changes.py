@@ -107,9 +107,9 @@ class Changes:
         from the data it sees."""
         return any(map(_is_structural, self.entries))
 
-    def is_flagged(self, rows: Sequence[int]) -> bool:
+    def is_flagged(self, rows: Sequence[int], *, with_tensors: bool = True) -> bool:
         """Whether a flag was set, another sign of that; ``rows`` are the shards' B_k."""
-        return any(_is_flag(entry, rows) for entry in self.entries) or any(
+        return any(_is_flag(entry, rows, with_tensors) for entry in self.entries) or any(
             map(_is_flag_set, self.written)
         )
 
@@ -245,13 +245,13 @@ def _is_structural(entry: Entry) -> bool:
     return is_hook or any(isinstance(value, (nn.Module, nn.Parameter)) for value in entry.values)
 
 
-def _is_flag(entry: Entry, rows: Sequence[int]) -> bool:
+def _is_flag(entry: Entry, rows: Sequence[int], with_tensors: bool) -> bool:
     """An attribute that goes from False to True, or from None to a tensor that is not about
     rows."""
     if entry.key is None or entry.key not in entry.cell:
         return False
     before, values = entry.cell[entry.key], entry.values
-    if before is None and all(isinstance(value, Tensor) for value in values):
+    if with_tensors and before is None and all(isinstance(value, Tensor) for value in values):
         return find_row_dim(values, rows) is None and not are_equal_tensors(values)
     return before is False and values[0] is True
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import RankError
-from samestep.segments import Address, Segments, is_supported
+from samestep.segments import Address, Layout, Segments, is_supported, read_layout
 
 __all__ = ["ALONE", "ENV_TIMEOUT", "Bulk", "Comm", "Failure", "Message", "Wants"]
 
@@ -121,7 +121,9 @@ class Comm:
         """Tell every rank ``value`` and return what each of them told, in rank order.
 
         Args:
-            kind: what this is about, in words: the same in every rank, or all get an error.
+            kind: what this is about, in words: the same in every rank, or all get an error. A
+                number at its end, ``#7``, is shown but not compared: after one rank has done
+                something else, all can go on.
             value: anything that pickles. A :class:`Failure` is an error in all other ranks.
 
         Returns:
@@ -131,7 +133,7 @@ class Comm:
             RankError: a rank is gone, failed, or speaks of something else.
         """
         return [
-            message.value if message.kind == kind else None
+            message.value if _bare(message.kind) == _bare(kind) else None
             for message in self._meet(kind, value, 0)
         ]
 
@@ -168,7 +170,7 @@ class Comm:
         """
         with self._lock:
             messages = self._meet(kind, (value, bulk.address), bulk.memory.numel(), follow)
-            here = [message.kind == kind for message in messages]
+            here = [_bare(message.kind) == _bare(kind) for message in messages]
             told = [
                 m._replace(value=m.value[0] if is_here else None)
                 for m, is_here in zip(messages, here, strict=True)
@@ -202,7 +204,7 @@ class Comm:
         Returns:
             What each rank told, and copies of its tensors; this rank's own tensors are themselves.
 
-        Exactness: the same bits, shapes and dtypes; the copies are contiguous.
+        Exactness: the same bits, shapes, dtypes and order of strides.
         """
         if self.num_ranks == 1:
             return self.exchange(kind, value), [list(tensors)]
@@ -245,8 +247,9 @@ class Comm:
                 if isinstance(value, Failure):
                     return messages  # wherever the others are: they know now
                 _check_failures(messages)
-                kinds = {m.kind for m in messages if not m.is_following} or {kind}
-                if kinds == {kind}:
+                own = _bare(kind)
+                kinds = {_bare(m.kind) for m in messages if not m.is_following} or {own}
+                if kinds == {own}:
                     return messages
                 if not follow or len(kinds) > 1:
                     raise RankError(_describe_places(messages))
@@ -307,7 +310,12 @@ class Comm:
         """Find out who is missing, and let the line be dead."""
         missing = self._find_missing(kind)
         names = _name_ranks(missing)
-        if waited >= self.timeout * 0.9:
+        if not missing:
+            fact = (
+                f"the other ranks had given up waiting for this one ({ENV_TIMEOUT} sets how long "
+                f"they wait)"
+            )
+        elif waited >= self.timeout * 0.9:
             fact = (
                 f"{names} did not answer within {self.timeout:g} s ({ENV_TIMEOUT} sets this): "
                 f"it hangs, is much slower, or does not call the model where the others do "
@@ -315,7 +323,7 @@ class Comm:
             )
         else:
             fact = f"{names} ended or died; its own output has the reason"
-        self._dead = f"rank {self.rank} was at {kind!r}, but {fact}"
+        self._dead = f"rank {self.rank} was at {_show(kind)}, but {fact}"
         # Whoever still waits for this rank gets an error at once, not only after its time-out.
         self._group = None
         raise RankError(self._dead) from error
@@ -332,7 +340,7 @@ class Comm:
                 time.sleep(0.05)
         except Exception:  # the store is gone, and with it the process that held it
             return [0] if self.rank else list(range(1, self.num_ranks))
-        return missing or [rank for rank in range(self.num_ranks) if rank != self.rank]
+        return missing
 
     def _are_neighbours(self, is_wanted: bool) -> bool:
         """Whether each rank can open the memory of each other."""
@@ -365,7 +373,7 @@ _PATIENCE = 2.0  # seconds in which ranks that lost another one tell each other 
 
 #: The line of a process that is the only rank.
 ALONE = Comm()
-Meta = tuple[torch.dtype, tuple[int, ...], int]  # of one tensor: dtype, shape, where it begins
+Meta = tuple[Layout, int]  # of one tensor, and where it begins
 
 
 def _machine() -> str:
@@ -390,10 +398,9 @@ def _put(tensors: Sequence[Tensor], memory: Tensor) -> list[Meta]:
     """Write the tensors' bytes one after another."""
     metas, at = list[Meta](), 0
     for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if size:
-            _typed(memory[at : at + size], tensor.dtype, tensor.shape).copy_(tensor.detach())
-        metas.append((tensor.dtype, tuple(tensor.shape), at))
+        layout = read_layout(tensor)
+        layout.view(memory, at).copy_(tensor.detach())
+        metas.append((layout, at))
         at += _padded_size(tensor)
     return metas
 
@@ -401,32 +408,36 @@ def _put(tensors: Sequence[Tensor], memory: Tensor) -> list[Meta]:
 def _take(metas: Sequence[Meta], memory: Tensor | None = None) -> list[Tensor]:
     """Copies of the tensors that :func:`_put` wrote."""
     found = []
-    for dtype, shape, at in metas:
-        tensor = torch.empty(shape, dtype=dtype)
-        size = tensor.numel() * tensor.element_size()
-        if size and memory is not None:
-            tensor.copy_(_typed(memory[at : at + size], dtype, shape))
-        found.append(tensor)
+    for layout, at in metas:
+        assert memory is not None
+        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+        found.append(tensor.copy_(layout.view(memory, at)))
     return found
 
 
-def _typed(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    return memory.view(dtype).view(tuple(shape))
+def _bare(kind: str) -> str:
+    """What is compared of a kind: all but a number at its end, ``#7``."""
+    return kind.partition("#")[0]
+
+
+def _show(kind: str) -> str:
+    what, _, number = kind.partition("#")
+    return f"{what!r}" + (f" (call {number})" if number else "")
 
 
 def _check_failures(messages: Sequence[Message]) -> None:
     failed = {r: m for r, m in enumerate(messages) if isinstance(m.value, Failure)}
     if failed:
         rank, message = next(iter(failed.items()))
-        raise RankError(f"rank {rank} failed at {message.kind!r}: {message.value.text}")
+        raise RankError(f"rank {rank} failed at {_show(message.kind)}: {message.value.text}")
 
 
 def _describe_places(messages: Sequence[Message]) -> str:
     """Say which rank is where."""
     places: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
-        places.setdefault(message.kind, []).append(rank)
-    where = "; ".join(f"{_name_ranks(ranks)} at {kind!r}" for kind, ranks in places.items())
+        places.setdefault(_show(message.kind), []).append(rank)
+    where = "; ".join(f"{_name_ranks(ranks)} at {kind}" for kind, ranks in places.items())
     return (
         f"the ranks are at different places: {where}. Every rank must make the same calls, on "
         f"batches of the same size, in the same order: look for a branch on the rank, on the time "

@@ -403,7 +403,7 @@ def _agree(spread: Spread, scale: float) -> float:
         if abs(other - first) > 1e-3 * max(abs(first), abs(other)):
             raise RankError(
                 f"rank {rank} computes another loss than rank 0 (the gradients that arrive in "
-                f"{spread.place} differ: {other:g} and {first:g}): with eager_backward=True every "
+                f"{spread.title} differ: {other:g} and {first:g}): with eager_backward=True every "
                 f"rank must do the same with what the module returned"
             )
     return first

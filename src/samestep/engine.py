@@ -187,6 +187,8 @@ class Engine(abc.ABC):
             def run() -> None:
                 with group.joined(index):
                     self._attempt(jobs[index], context, outcomes[index])
+                    if outcomes[index].error is not None:
+                        group.fail(index)
 
             return run
 

@@ -28,6 +28,7 @@ __all__ = [
     "make_edge",
     "nodes_of",
     "put_after",
+    "scale_gradient",
     "survey",
     "without_hooks",
 ]
@@ -227,11 +228,37 @@ def accumulate(
             leaf.grad = gradient
 
 
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """Let the gradient that comes back to a tensor be multiplied by ``factor``.
+
+    A 0-dim tensor is left alone: it is about the whole batch.
+    """
+    if factor == 1 or not torch.is_grad_enabled() or not tensor.requires_grad or not tensor.dim():
+        return tensor
+    scaled: Tensor = _Scale.apply(tensor, factor)  # type: ignore[no-untyped-call]  # torch's
+    return scaled
+
+
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
 
 _LEAF: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the node of a leaf
+
+
+class _Scale(torch.autograd.Function):
+    """Itself; its gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
 _REENTRANT = "CheckpointFunctionBackward"
 
 

@@ -7,9 +7,9 @@ backward.
 
 Guarantees:
 - Values come back in shard order, whoever arrived first.
-- No deadlock: a shard that has ended is not waited for, and shards that wait for different things
-  get an error. With ``one_at_a_time`` only one shard runs between two meetings, in shard order,
-  which is what a serial engine promises.
+- No deadlock: a shard that failed is not waited for, and shards that wait for different things, or
+  for one that has ended, get an error. With ``one_at_a_time`` only one shard runs between two
+  meetings, in shard order, which is what a serial engine promises.
 Must not: know what is exchanged. Whoever uses a group gives each shard a thread of its own.
 """
 
@@ -58,7 +58,9 @@ class Group:
         self._boxes: dict[Key, dict[int, Any]] = {}
         self._readers: dict[Key, int] = {}
         self._waiting: dict[int, Key] = {}
-        self._left: set[int] = set()
+        self._left: set[int] = set()  # shards that ended,
+        self._failed: set[int] = set()  # and those of them that failed
+        self._is_broken = False
 
     @contextlib.contextmanager
     def joined(self, index: int) -> Iterator[None]:
@@ -74,6 +76,11 @@ class Group:
                 self._left.add(index)
                 self._pass_on()
 
+    def fail(self, index: int) -> None:
+        """Shard ``index`` is about to end, with an error: what it did not bring is done without."""
+        with self._changed:
+            self._failed.add(index)
+
     def exchange(self, index: int, key: Key, value: Any) -> list[Any]:
         """Give ``value`` and return every shard's, in shard order; None for one that has ended.
 
@@ -87,13 +94,11 @@ class Group:
             self._waiting[index] = key
             self._pass_on()
             while not self._is_complete(key):
-                if self._is_stuck():
+                if self._is_broken or self._is_stuck(key):
+                    self._is_broken = True  # whoever wakes up later must not wait again
+                    self._waiting.pop(index, None)
                     self._changed.notify_all()
-                    raise RuntimeError(
-                        "the shards wait for each other at different places: their forwards took "
-                        "different paths through a synchronised module; use sync_batch_norm=False "
-                        "or make the path independent of the rows"
-                    )
+                    raise RuntimeError(_MSG_STUCK)
                 self._changed.wait()
             self._waiting.pop(index, None)
             if key not in self._results:
@@ -118,9 +123,12 @@ class Group:
 
     def _is_complete(self, key: Key) -> bool:
         box = self._boxes.get(key)
-        return box is None or len(box) + len(self._left - box.keys()) == self._num_shards
+        return box is None or len(box) + len(self._failed - box.keys()) == self._num_shards
 
-    def _is_stuck(self) -> bool:
+    def _is_stuck(self, key: Key) -> bool:
+        """Whether this key, or any, can never be complete."""
+        if self._left - self._failed - self._boxes.get(key, {}).keys():
+            return True  # a shard has ended and was not here
         still_there = self._num_shards - len(self._left)
         return len(self._waiting) == still_there and not any(
             self._is_complete(key) for key in self._waiting.values()
@@ -140,6 +148,13 @@ class Group:
     def _wait_for_turn(self, index: int) -> None:
         while self._serial and self._turn != index:
             self._changed.wait()
+
+
+_MSG_STUCK = (
+    "the shards wait for each other at different places, or not equally often: their forwards took "
+    "different paths through a synchronised module, all_reduce or all_gather; make the path "
+    "independent of the rows, or do without them"
+)
 
 
 class _Current(threading.local):

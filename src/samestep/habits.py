@@ -181,13 +181,22 @@ class Trial:
             self.draws.is_used or self._habits._replicas.has_generator,
         )
 
-    def judge(self, changes: Changes, facts: Sequence[Facts], rows: Sequence[int]) -> Verdict:
+    def judge(
+        self,
+        changes: Changes,
+        facts: Sequence[Facts],
+        rows: Sequence[int],
+        *,
+        is_local: bool = False,
+    ) -> Verdict:
         """Decide, after the forwards, whether the attempt stands; undo it if not.
 
         Args:
             changes: what the forwards wrote.
             facts: of every process.
             rows: B_k of each shard.
+            is_local: whether no process has the whole batch: then an attribute that goes from None
+                to a tensor is no sign, since nothing could be done about it.
         """
         written: list[Tensor] = []
         if self._probe is not None:
@@ -196,7 +205,11 @@ class Trial:
             written = [own[name] for name in _unite(found.written for found in facts)]
             written += [link.source for link in changes.raced]
         is_first = self._probe is not None
-        if written or changes.is_structural or (is_first and changes.is_flagged(rows)):
+        if (
+            written
+            or changes.is_structural
+            or (is_first and changes.is_flagged(rows, with_tensors=not is_local))
+        ):
             # It initialises itself from the batch it sees, or adds a part that all shards share.
             self.undo()
             self._habits._replicas.clear()  # the whole batch will write what no version tells of

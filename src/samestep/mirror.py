@@ -25,7 +25,8 @@ from torch.nn.parameter import is_lazy
 
 from samestep.comm import Comm
 from samestep.errors import RankError
-from samestep.spread import Spread
+from samestep.rows import is_array
+from samestep.spread import Spread, pick_entries
 from samestep.tree import iter_leaves
 
 __all__ = ["Mirror", "start_alike"]
@@ -57,7 +58,7 @@ def start_alike(comm: Comm, module: nn.Module) -> None:
         if not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta
     }
     forms = [(name, str(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
-    sums = {name: _sum(tensor, _NUM_ALL) for name, tensor in tensors.items()}
+    sums = {name: _sum(tensor, None) for name, tensor in tensors.items()}
     told = comm.exchange("making a wrapper", (type(module).__name__, forms, sums, _random_states()))
     for rank, (name, theirs, _, _) in enumerate(told):
         if (name, theirs) != told[0][:2]:
@@ -109,8 +110,9 @@ class Mirror:
         self._forms.add(form)
         own = {
             "setting": {"arguments of DataParallel": str(setting)},
+            "form": _read_form(module) | {"submodules and their settings": repr(module)},
             "module": _sum_module(module),
-            "batch": {} if spread.is_local else _sum_batch(batch, _NUM_ALL),
+            "batch": {} if spread.is_local else _sum_batch(batch, None),
         }
         self.check(spread, spread.agree("first look", own))
 
@@ -122,11 +124,12 @@ class Mirror:
         while len(found) < min(_NUM_IN_TURN, len(tensors)) and num_bytes < _BYTES_IN_TURN:
             name, tensor = tensors[self._turn % len(tensors)]
             self._turn += 1
-            found[name] = _sum(tensor, _NUM_ALL)
+            found[name] = _sum(tensor, None)
             num_bytes += tensor.numel() * tensor.element_size()
         return {
+            "form": _read_form(module),
             "module": found,
-            "batch": {} if spread.is_local else _sum_batch(batch, _NUM_PICKED),
+            "batch": {} if spread.is_local else _sum_batch(batch, self._num_calls),
         }
 
     def check(self, spread: Spread, everyone: Sequence[Mapping[str, Sums]]) -> None:
@@ -140,8 +143,8 @@ class Mirror:
                 name = next(n for n in names if first[kind].get(n) != other[kind].get(n))
                 values = f"{first[kind].get(name)} and {other[kind].get(name)}"
                 raise RankError(
-                    _MESSAGES[kind].format(name=name, rank=rank, place=spread.place)
-                    + f" (checksums {values})" * (kind != "setting")
+                    _MESSAGES[kind].format(name=name, rank=rank, place=spread.title)
+                    + f" (checksums {values})" * (kind in ("module", "batch"))
                 )
 
 
@@ -149,11 +152,14 @@ class Mirror:
 # Helpers
 # ---------------------------------------------------------------------------
 
-_NUM_ALL = 1 << 62
 _MESSAGES = {
     "setting": (
         "rank {rank} has other {name} than rank 0 in {place}: every rank must wrap the same module "
         "in the same way"
+    ),
+    "form": (
+        "the {name} differ between rank 0 and rank {rank} in {place}: every rank must treat the "
+        "module alike (train(), eval(), requires_grad_(), attributes)"
     ),
     "module": (
         "{name!r} of the module differs between rank 0 and rank {rank} in {place}: every rank must "
@@ -184,25 +190,39 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
 
 def _sum_module(module: nn.Module) -> Sums:
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {name: _sum(tensor, _NUM_ALL) for name, tensor in tensors}
+    return {name: _sum(tensor, None) for name, tensor in tensors}
 
 
-def _sum_batch(batch: Any, num_entries: int) -> Sums:
+def _read_form(module: nn.Module) -> Sums:
+    """What decides which numbers are computed, beside the values."""
+    modes = bytes(child.training for child in module.modules())
+    needs = bytes(parameter.requires_grad for parameter in module.parameters())
+    return {"modes of submodules": zlib.crc32(modes), "requires_grad": zlib.crc32(needs)}
+
+
+def _sum_batch(batch: Any, turn: int | None) -> Sums:
     found: Sums = {}
     args, kwargs = batch
-    for name, tree in [(f"args[{i}]", arg) for i, arg in enumerate(args)] + [
-        (f"kwargs[{key!r}]", value) for key, value in kwargs.items()
-    ]:
+    named = [(f"args[{i}]", arg) for i, arg in enumerate(args)]
+    named += [(f"kwargs[{key!r}]", value) for key, value in kwargs.items()]
+    for name, tree in named:
         for path, leaf in iter_leaves(tree, name):
             if isinstance(leaf, Tensor):
-                found[path] = _sum(leaf, num_entries)
-            elif isinstance(leaf, (int, float, complex, str, bytes, type(None))):
-                found[path] = leaf
+                found[path] = _sum(leaf, turn)
+            elif is_array(leaf) and leaf.dtype.kind in "biufc":
+                found[path] = _sum(torch.from_numpy(leaf), turn)
+            else:
+                # NaN is not equal to itself, but to its text.
+                is_plain = isinstance(leaf, (int, float, complex, str, bytes, type(None)))
+                found[path] = repr(leaf) if is_plain else type(leaf).__qualname__
     return found
 
 
-def _sum(tensor: Tensor, num_entries: int) -> Any:
-    """A checksum of the bits of a tensor, or of some of its entries."""
+def _sum(tensor: Tensor, turn: int | None) -> Any:
+    """A checksum of the bits of a tensor; with ``turn``, of some of its entries, each time others.
+
+    The entries are not evenly spaced: every so manieth one could be the same column of each row.
+    """
     if is_lazy(tensor):
         return None
     tensor = tensor.detach()
@@ -212,5 +232,7 @@ def _sum(tensor: Tensor, num_entries: int) -> Any:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
-    flat = flat[:: max(1, flat.numel() // num_entries)].cpu().contiguous()
+    if turn is not None and flat.numel() > _NUM_PICKED:
+        flat = flat[pick_entries(flat.numel(), _NUM_PICKED, turn).to(flat.device)]
+    flat = flat.cpu().contiguous()
     return form if not flat.numel() else (*form, zlib.crc32(flat.view(torch.uint8).numpy().data))

@@ -143,7 +143,8 @@ class DataParallel(Wrapper):
         start_alike(comm, module)
         self._samestep_runtime = Runtime(self._samestep_options, buffers, comm)
         # With one slot there is nothing to cut, and unless asked for more nothing to do.
-        self._samestep_is_single = self.num_replicas == 1 and not recompute and not is_auto
+        is_one = self.num_replicas == 1 and comm.num_ranks == 1
+        self._samestep_is_single = is_one and not recompute and not is_auto
         self._samestep_is_open = is_auto  # the number of replicas is not decided yet
         self._samestep_choice: Choice | None = None
         self._samestep_buffers = buffers

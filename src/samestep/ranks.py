@@ -13,10 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import cached_property
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from samestep.comm import Comm
 from samestep.context import Shard, make_shards
@@ -26,7 +22,7 @@ from samestep.options import Options
 from samestep.plan import SplitPlan, join_single_rows, plan_sizes
 from samestep.spread import Spread
 
-__all__ = ["Call", "join_rows_within", "open_call", "own_slots", "scale_gradients"]
+__all__ = ["Call", "join_rows_within", "open_call", "own_slots"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +71,6 @@ class Call:
             return self.rows
         return tuple(size if k in self.spread.mine else 0 for k, size in enumerate(self.rows))
 
-    @cached_property
-    def share(self) -> float:
-        """What part of the batch's rows this rank's caller has."""
-        return sum(self.output_rows) / max(sum(self.rows), 1)
-
 
 def own_slots(comm: Comm, num_slots: int) -> list[int]:
     """The slots of this rank."""
@@ -93,7 +84,7 @@ def open_call(comm: Comm, options: Options, plan: SplitPlan, name: str) -> Call:
         comm: the line to the other ranks.
         options: the wrapper's.
         plan: how this rank's arguments are cut, over all slots or (``batch="local"``) its own.
-        name: of the call.
+        name: of the call, with its number: ``Net (wrapper 0)#7``.
 
     Raises:
         SplitError: with ``batch="local"``, arguments without rows.
@@ -148,42 +139,9 @@ def join_rows_within(call: Call, comm: Comm, options: Options, name: str) -> Cal
     return _make_call(comm, options, plan, call.cut, name)
 
 
-def scale_gradients(tree: Any, factor: float, mapping: Any) -> Any:
-    """Let the gradients that come back to the tensors of ``tree`` be multiplied by ``factor``.
-
-    Args:
-        tree: any value; 0-dim tensors in it are left alone, they are about the whole batch.
-        factor: 1 changes nothing.
-        mapping: applies a function to every tensor of a tree.
-    """
-    if factor == 1 or not torch.is_grad_enabled():
-        return tree
-
-    def scale(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad or not tensor.dim():
-            return tensor
-        scaled: Tensor = _Scale.apply(tensor, factor)  # type: ignore[no-untyped-call]  # torch's
-        return scaled
-
-    return mapping(scale, tree)
-
-
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
-
-
-class _Scale(torch.autograd.Function):
-    """Itself; its gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
 
 
 def _make_call(
@@ -193,9 +151,15 @@ def _make_call(
     num_slots = len(options.slots)
     slots = plan.slots or (0,)
     owners = [owner_of_slot(k, num_slots, comm.num_ranks) for k in slots]
-    sizes = " ".join(map(str, plan.sizes))
-    place = f"{name} on {plan.num_rows} rows ({sizes})" if comm.num_ranks > 1 else name
-    spread = Spread(comm, owners, plan.sizes or (0,), place, is_local, options.dim)
+    what, _, number = name.partition("#")
+    if comm.num_ranks > 1:
+        what = f"{what} on {plan.num_rows} rows ({' '.join(map(str, plan.sizes))})"
+    sizes = plan.sizes or (0,)
+    weight = 1.0
+    if is_local and options.reduction == "mean":
+        own_rows = sum(n for n, owner in zip(sizes, owners, strict=True) if owner == comm.rank)
+        weight = own_rows / max(sum(sizes), 1)
+    spread = Spread(comm, owners, sizes, what, int(number or 0), weight, is_local, options.dim)
     if is_local and cut is not None:
         mine = spread.mine
         own = tuple(plan.sizes[k] for k in mine)

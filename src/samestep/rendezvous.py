@@ -143,7 +143,7 @@ def _start_group() -> None:
         torch.accelerator.set_device_index(local)
         backend = f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind.type)}"
     try:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=get_timeout()))
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"the ranks did not find each other at {os.environ['MASTER_ADDR']}:"
@@ -151,7 +151,6 @@ def _start_group() -> None:
             f"{os.environ['WORLD_SIZE']}): {error}"
         ) from error
     _made_here.append(True)
-    atexit.register(leave)
 
 
 def _make_comm(group: Any, rank: int) -> Comm:
@@ -168,5 +167,13 @@ def _make_comm(group: Any, rank: int) -> Comm:
     store = dist.distributed_c10d.PrefixStore(
         f"samestep/{group.group_name}/{number}", dist.distributed_c10d._get_default_store()
     )
-    own = dist.ProcessGroupGloo(store, rank, num_ranks, datetime.timedelta(seconds=timeout))
+    try:
+        own = dist.ProcessGroupGloo(store, rank, num_ranks, datetime.timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise RankError(
+            f"the ranks did not meet within {timeout:g} s ({ENV_TIMEOUT} sets this): each must "
+            f"make its first DataParallel (or call save, load, split_loader) where the others do"
+        ) from error
+    # A gloo group must not outlive the interpreter: its threads would end the process by abort().
+    atexit.register(leave)
     return Comm(rank, num_ranks, own, store, timeout=timeout, shared=text == "1")

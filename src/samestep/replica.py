@@ -158,11 +158,14 @@ class Replica:
         return self._links_by_path
 
     def source_objects(self) -> dict[str, Any]:
-        """The source's tensors and modules, by names that are the same in every process."""
+        """The source's tensors, modules and containers, by names that every process has."""
         if self._objects is None:
             self._objects = {f"tensor {link.path}": link.source for link in self.links.values()}
             for name, module in self.source.named_modules():
                 self._objects[f"module {name}"] = module
+            for index, (cell, _) in enumerate(self.follower.cells):
+                path, number = self.name_cell(index)
+                self._objects[f"cell {path} {number}"] = cell
             self._names = {id(value): name for name, value in self._objects.items()}
         return self._objects
 

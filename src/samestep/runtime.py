@@ -39,13 +39,14 @@ from samestep.functional import (
     prepare,
     scatter,
 )
+from samestep.graphs import scale_gradient
 from samestep.group import MeetingNeeded
 from samestep.habits import Habits, Trial, Verdict
 from samestep.mirror import Mirror
 from samestep.norm import has_batch_norm, is_norm_refusal
 from samestep.options import Options
 from samestep.plan import SplitPlan
-from samestep.ranks import Call, join_rows_within, open_call, own_slots, scale_gradients
+from samestep.ranks import Call, join_rows_within, open_call, own_slots
 from samestep.rendezvous import find_comm
 from samestep.replica import LazyError, home_device
 from samestep.replicas import ReplicaSet
@@ -98,7 +99,7 @@ class Runtime:
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
         # Plans with a shard of one row that a BatchNorm refused: these rows are joined.
         self.refused: set[tuple[SplitPlan, bool]] = set()
-        self.number = next(self.comm.numbers)
+        self.number: int | None = None
         self.num_calls = 0
         self._calls: dict[int, Call] = {}  # by id of their plans; see _open
         _runtimes.add(self)
@@ -135,7 +136,9 @@ class Runtime:
         """A name for the next call, the same in every rank."""
         self.num_calls += 1
         what = type(module).__name__ + ("" if method is None else f".{method}")
-        return f"call {self.num_calls} of {what} (wrapper {self.number})"
+        if self.number is None:  # not when it is made: a copy that one rank makes is not counted
+            self.number = next(self.comm.numbers)
+        return f"{what} (wrapper {self.number})#{self.num_calls}"
 
     def run(
         self, module: nn.Module, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -147,6 +150,10 @@ class Runtime:
         with self.lock:
             call = self._open(module, method, args, kwargs)
             if self._is_plain(module, call):
+                if not call.spread.is_alone:
+                    self._compare(module, call, args, kwargs)
+                    noted = self._mirrored(module, call.spread, args, kwargs)
+                    self.mirror.check(call.spread, call.spread.agree("plain call", noted))
                 return self._call_source(module, method, args, kwargs)
             try:
                 return self._step(module, call, method, args, kwargs)
@@ -188,8 +195,7 @@ class Runtime:
         options = self.options
         spread = call.spread
         if not spread.is_alone:
-            form = (call.plan, module.training, torch.is_grad_enabled())
-            self.mirror.compare(spread, module, (args, kwargs), form, self._setting())
+            self._compare(module, call, args, kwargs)
         shards = self._scatter(call, args, kwargs)
         places = call.places
         found = self.replicas.refresh(
@@ -227,7 +233,7 @@ class Runtime:
             facts = [seen for seen, _ in notes]
             if not spread.is_alone:
                 self.mirror.check(spread, [seen for _, seen in notes])
-            verdict = trial.judge(changes, facts, call.rows)
+            verdict = trial.judge(changes, facts, call.rows, is_local=spread.is_local)
             if verdict is Verdict.STANDS:
                 if not spread.is_alone:
                     spread.draw_alike(trial.draws, [seen.drawn for seen in facts])
@@ -262,7 +268,7 @@ class Runtime:
             return call
         if not is_norm_refusal(error):
             return None
-        name = f"{call.spread.place.partition(' on ')[0]}, rows joined"
+        name = f"{call.spread.place.partition(' on ')[0]}, rows joined#{call.spread.number}"
         joined = join_rows_within(call, self.comm, options, name)
         if joined is not None:
             self.refused.add((call.plan, module.training))
@@ -273,7 +279,8 @@ class Runtime:
         options, mine = self.options, call.spread.mine
         if not call.spread.is_local:
             return list(scatter((args, kwargs), options.slots, plan=call.plan, only=mine))
-        args, kwargs = scale_gradients((args, kwargs), 1 / (self._share(call) or 1), map_tensors)
+        inverse = 1 / (call.spread.weight or 1)
+        args, kwargs = map_tensors(lambda t: scale_gradient(t, inverse), (args, kwargs))
         shards: list[Any] = [None] * call.plan.num_shards
         if call.cut is not None:
             shards[mine.start : mine.stop] = scatter((args, kwargs), options.slots, plan=call.cut)
@@ -290,7 +297,8 @@ class Runtime:
             out_dims=options.out_dims if method is None else None,
             reduction=options.reduction,
         )
-        return scale_gradients(output, self._share(call), map_tensors)
+        weight = call.spread.weight
+        return output if weight == 1 else map_tensors(lambda t: scale_gradient(t, weight), output)
 
     def _eager(self, call: Call, method: str | None) -> EagerBackward | None:
         options = self.options
@@ -300,17 +308,12 @@ class Runtime:
             call.rows, out_dims=options.out_dims, reduction=options.reduction, dim=options.dim
         )
 
-    def _share(self, call: Call) -> float:
-        """What a gradient of this rank's own loss counts for in the batch's."""
-        is_mean = self.options.reduction == "mean"
-        return call.share if call.spread.is_local and is_mean else 1.0
-
     def _keep(self, call: Call, changes: Changes) -> None:
         """Bring what the forwards wrote to the source module."""
         if changes.are_none:
             return
         own = call.own_rows if call.spread.is_local else None
-        for cell, key, tensors in self.writer.write(changes, call.rows, own):
+        for cell, key, tensors in self.writer.write(changes, call.rows, own, call.spread.weight):
             self.replicas.carry(cell, key, tensors)
         self.replicas.mark_dirty(changes.cells)
         self.replicas.mark_moved(changes.parted)
@@ -326,9 +329,19 @@ class Runtime:
             return None
         return self.mirror.note(spread, module, (args, kwargs))
 
-    def _setting(self) -> Any:
-        options = self.options
-        return (len(options.slots), options.split, options.dim, options.batch, options.reduction)
+    def _compare(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> None:
+        form = (call.plan, module.training, torch.is_grad_enabled())
+        self.mirror.compare(call.spread, module, (args, kwargs), form, self._setting())
+
+    def _setting(self) -> str:
+        """What the user said, where it must be the same in every rank."""
+        options, (_, buffers) = self.options, self._arguments
+        said = {
+            name: value
+            for name, value in vars(options).items()
+            if name not in ("slots", "output", "workers")
+        }
+        return f"{len(options.slots)} slots, buffers={buffers}, {said}"
 
     def _runner(self, module: nn.Module, call: Call, trial: Trial, home: torch.device) -> Runner:
         options = self.options

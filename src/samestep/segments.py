@@ -15,6 +15,7 @@ Linux permits among processes of one user. Where that cannot be done, :func:`is_
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from typing import NamedTuple
@@ -22,7 +23,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Address", "Segments", "is_supported"]
+__all__ = ["Address", "Layout", "Segments", "is_supported", "read_layout"]
+
+
+class Layout(NamedTuple):
+    """What a tensor's bytes are: sent before them, so that a reader makes the same tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, memory: Tensor, start: int = 0) -> Tensor:
+        """The tensor that lies in ``memory`` from ``start`` on."""
+        flat = memory[start : start + self.num_bytes].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+def read_layout(tensor: Tensor) -> Layout:
+    """The layout in which a dense tensor is sent.
+
+    Its own strides if it has no gaps; else, as for ``torch.empty_like``, their order. It must not
+    be another order: torch's sums depend on it, and so would the bits that come after.
+    """
+    stride = tensor.stride()
+    if not tensor.is_contiguous():
+        stride = torch.empty_like(tensor, device="meta").stride()
+    return Layout(tensor.dtype, tuple(tensor.shape), stride)
 
 
 class Address(NamedTuple):

@@ -22,7 +22,7 @@ from samestep.changes import Changes, Touched, collect, find_touched
 from samestep.norm import NormRecord
 from samestep.replica import Replica
 from samestep.runner import Runner
-from samestep.tie import Graph, Look, find_tensors, look_at
+from samestep.tie import Graph, Look, find_tensors, look_at, map_tensors
 from samestep.tree import open_container
 
 __all__ = ["Forward", "share_forward"]
@@ -83,6 +83,8 @@ def share_forward(
     more = note()
     while True:
         changes = collect(replicas, touched, model)
+        if spread.is_local and changes.entries:
+            outputs = _part_from(outputs, changes.values(len(replicas)))
         graphs = []
         if torch.is_grad_enabled():
             # As run_shards ties them: with the entries that changed, if there are any.
@@ -171,6 +173,17 @@ def _unite(found: Sequence[Touched]) -> Touched:
     return Touched(
         *(list(dict.fromkeys(name for row in column for name in row)) for column in columns)
     )
+
+
+def _part_from(outputs: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Outputs with other objects for tensors that were also left on the module.
+
+    Of an output its rows stay with their rank, what is on the module goes to all.
+    """
+    kept = {id(tensor) for tensor in find_tensors(values)}
+    return [
+        map_tensors(lambda t: t.view_as(t) if id(t) in kept else t, output) for output in outputs
+    ]
 
 
 def _find_hollow(outputs: Sequence[Any], values: Sequence[Any]) -> set[int]:

@@ -19,7 +19,6 @@ Must not: know what is added.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,12 +27,14 @@ import torch
 from torch import Tensor
 
 from samestep.comm import Comm, Message, Wants
+from samestep.errors import RankError
 from samestep.reduce import Node, Recipe, add_into, evaluate, plan_tree
+from samestep.segments import Layout, read_layout
 
 __all__ = ["Summing"]
 
 MaybeTensors = list[Tensor | None]
-Meta = tuple[torch.dtype, tuple[int, ...]] | Tensor | None  # a Tensor is sent as it is
+Meta = Layout | Tensor | None  # a Tensor is sent as it is
 
 
 class _Part(NamedTuple):
@@ -61,12 +62,16 @@ class Summing:
     Args:
         comm: the line to the other ranks.
         num_values: K.
+        labels: of the entries of each list; every rank must have the same.
         follow: see :meth:`Comm.trade`.
     """
 
-    def __init__(self, comm: Comm, num_values: int, *, follow: bool = False) -> None:
+    def __init__(
+        self, comm: Comm, num_values: int, labels: Sequence[str] = (), *, follow: bool = False
+    ) -> None:
         self._comm = comm
         self._follow = follow
+        self._labels = list(labels)
         self._num_values = num_values
         self._parts: list[_Part] = []
         self._recipe: Recipe = 0
@@ -93,36 +98,37 @@ class Summing:
         bulk = self._comm.prepare(num_bytes)
         for values, row, places in zip(parts.values(), metas, offsets, strict=True):
             for value, meta, start in zip(values, row, places, strict=True):
-                if isinstance(meta, tuple) and value is not None:
-                    _view(bulk.memory, start, meta).copy_(value.detach())
+                if isinstance(meta, Layout) and value is not None:
+                    meta.view(bulk.memory, start).copy_(value.detach())
         told, read = self._comm.trade(
             kind,
-            (list(parts), metas, num_entries, note),
+            (list(parts), metas, num_entries, note, self._labels),
             bulk,
             self._plan,
             follow=self._follow,
         )
         self._read = [iter(found) for found in read]
-        sums: MaybeTensors = [None] * max(count for _, _, count, _ in told)
+        sums: MaybeTensors = [None] * max(count for _, _, count, *_ in told)
         self._add_whole(sums)
         self._add_odd(sums)
         if self._sliced:
             self._add_slices(f"{kind}, sums", sums)
-        return sums, [note for *_, note in told]
+        return sums, [note for *_, note, _ in told]
 
     # -- Planning ----------------------------------------------------------------------------
 
     def _plan(self, messages: list[Message]) -> Wants:
         """From what all ranks said, find who adds what; the same in every rank."""
         nodes: list[Node] = []
-        for rank, (own, metas, _, _) in enumerate(m.value for m in messages):
+        for rank, (own, metas, _, _, labels) in enumerate(m.value for m in messages):
+            self._check_labels(rank, labels)
             nodes += own
             offsets, _ = _place(metas)
             self._parts += [_Part(rank, *pair) for pair in zip(metas, offsets, strict=True)]
         ((_, self._recipe),) = plan_tree(self._num_values, nodes).items()
         columns = list(zip(*(part.metas for part in self._parts), strict=True))
         plain = [e for e in _sort(columns) if _is_plain(columns[e])]
-        sizes = {e: _num_bytes(next(m for m in columns[e] if m is not None)) for e in plain}
+        sizes = {e: next(m for m in columns[e] if m is not None).num_bytes for e in plain}
         is_small = sum(sizes.values()) <= _SMALL
         self._whole, self._sliced = (plain, []) if is_small else ([], plain)
         at = 0
@@ -139,10 +145,19 @@ class Summing:
                 for _, part, meta in self._dense(entry):
                     if part.rank == writer:
                         start = part.offsets[entry]
-                        found.append((start, start + _num_bytes(meta)))
+                        found.append((start, start + meta.num_bytes))
             return found + self._find_ranges(self._spans(reader), writer)
 
         return wants
+
+    def _check_labels(self, rank: int, labels: Sequence[str]) -> None:
+        if list(labels) != self._labels:
+            odd = sorted({*labels} ^ {*self._labels})
+            raise RankError(
+                f"rank {self._comm.rank} and rank {rank} want gradients of other parameters "
+                f"({', '.join(odd[:4])}): requires_grad_() and what autograd.grad asks for must be "
+                f"the same in every rank"
+            )
 
     def _find_ranges(self, spans: Sequence[_Span], writer: int) -> list[tuple[int, int]]:
         return [
@@ -155,7 +170,7 @@ class Summing:
     def _dense(self, entry: int) -> Iterator[tuple[int, _Part, Any]]:
         """The subtrees whose bulk has the entry."""
         for number, part in enumerate(self._parts):
-            if isinstance(part.metas[entry], tuple):
+            if isinstance(part.metas[entry], Layout):
                 yield number, part, part.metas[entry]
 
     def _whole_spans(self) -> list[_Span]:
@@ -169,7 +184,7 @@ class Summing:
         """The parts of entries between two cuts: entry, first byte in it, number of bytes."""
         for entry in self._sliced:
             begin = self._begins[entry]
-            size = _num_bytes(next(self._dense(entry))[2])
+            size = next(self._dense(entry))[2].num_bytes
             start, stop = max(first, begin), min(last, begin + size)
             if start < stop:
                 yield entry, start - begin, stop - start
@@ -179,19 +194,19 @@ class Summing:
         for entry, skipped, size in pieces:
             found = list(self._dense(entry))
             meta = found[0][2]
-            size = _num_bytes(meta) if size is None else size
+            size = meta.num_bytes if size is None else size
             present = tuple(number for number, _, _ in found)
             starts = [part.offsets[entry] + skipped for _, part, _ in found]
             last = spans[-1] if spans else None
             if (
                 last is not None
-                and (last.dtype, last.present) == (meta[0], present)
+                and (last.dtype, last.present) == (meta.dtype, present)
                 and starts == [start + last.num_bytes for start in last.starts]
             ):
                 last.num_bytes += size
                 last.entries.append(entry)
             else:
-                spans.append(_Span(meta[0], present, starts, size, [entry]))
+                spans.append(_Span(meta.dtype, present, starts, size, [entry]))
         return spans
 
     # -- Adding ------------------------------------------------------------------------------
@@ -219,7 +234,7 @@ class Summing:
                 for meta in (part.metas[entry] for part in self._parts)
             ]
             for number, part, meta in self._dense(entry):
-                values[number] = _view(next(self._read[part.rank]), 0, meta).clone()
+                values[number] = meta.view(next(self._read[part.rank]), 0).clone()
             sums[entry] = evaluate(self._recipe, values)
 
     def _add_slices(self, kind: str, sums: MaybeTensors) -> None:
@@ -240,8 +255,8 @@ class Summing:
         at = 0
         for entry in entries:
             meta = next(self._dense(entry))[2]
-            sums[entry] = _view(total, at, meta)
-            at += _num_bytes(meta)
+            sums[entry] = meta.view(total, at)
+            at += meta.num_bytes
 
 
 # ---------------------------------------------------------------------------
@@ -257,7 +272,7 @@ def _describe(value: Tensor | None) -> Meta:
         return None
     if value.layout != torch.strided or value.is_nested:
         return value.detach()
-    return value.dtype, tuple(value.shape)
+    return read_layout(value)
 
 
 def _place(metas: Sequence[Sequence[Meta]]) -> tuple[list[list[int]], int]:
@@ -267,9 +282,9 @@ def _place(metas: Sequence[Sequence[Meta]]) -> tuple[list[list[int]], int]:
         places = [0] * len(row)
         for entry in _sort([[meta] for meta in row]):
             meta = row[entry]
-            if isinstance(meta, tuple):
+            if isinstance(meta, Layout):
                 places[entry] = at
-                at += _num_bytes(meta)
+                at += meta.num_bytes
         offsets.append(places)
         at = -(-at // _ALIGN) * _ALIGN
     return offsets, at
@@ -278,7 +293,7 @@ def _place(metas: Sequence[Sequence[Meta]]) -> tuple[list[list[int]], int]:
 def _sort(columns: Sequence[Sequence[Meta]]) -> list[int]:
     """The entries in the order of their bytes: widest first, so that all are aligned."""
     widths = [
-        max((meta[0].itemsize for meta in column if isinstance(meta, tuple)), default=0)
+        max((meta.dtype.itemsize for meta in column if isinstance(meta, Layout)), default=0)
         for column in columns
     ]
     return sorted(range(len(columns)), key=lambda entry: -widths[entry])
@@ -288,23 +303,13 @@ def _is_plain(column: Sequence[Meta]) -> bool:
     """Whether the entry is there somewhere, dense and of one dtype wherever it is."""
     found = [meta for meta in column if meta is not None]
     return bool(found) and all(
-        isinstance(meta, tuple) and isinstance(found[0], tuple) and meta == found[0]
+        isinstance(meta, Layout) and isinstance(found[0], Layout) and meta == found[0]
         for meta in found
     )
 
 
 def _is_odd(column: Sequence[Meta]) -> bool:
     return not _is_plain(column) and any(meta is not None for meta in column)
-
-
-def _num_bytes(meta: Any) -> int:
-    dtype, shape = meta
-    return int(math.prod(shape) * dtype.itemsize)
-
-
-def _view(memory: Tensor, start: int, meta: Any) -> Tensor:
-    dtype, shape = meta
-    return memory[start : start + _num_bytes(meta)].view(dtype).view(shape)
 
 
 def _without(recipe: Recipe, values: Sequence[Tensor | None]) -> Recipe | None:

@@ -26,7 +26,7 @@ from samestep.reduce import Node, sum_slices
 from samestep.rng import Draws
 from samestep.slices import Summing
 
-__all__ = ["Spread"]
+__all__ = ["Spread", "describe", "pick_entries"]
 
 T = TypeVar("T")
 MaybeTensors = list[Tensor | None]
@@ -40,7 +40,9 @@ class Spread:
         comm: the line to the other ranks.
         owners: the rank of each shard, ascending.
         sizes: B_k of each shard.
-        place: names the call, in every message: ``call 7 of Net on 29 rows``.
+        place: names the call, in every message: ``Net (wrapper 0) on 29 rows (15 14)``.
+        number: the how manieth of the wrapper it is.
+        weight: what a gradient of this rank's own loss counts for in the batch's.
         is_local: each rank's caller has its own rows only, and gets its own outputs only.
         dim: the dim that counts rows.
     """
@@ -49,6 +51,8 @@ class Spread:
     owners: Sequence[int]
     sizes: Sequence[int]
     place: str = ""
+    number: int = 0
+    weight: float = 1.0
     is_local: bool = False
     dim: int = 0
 
@@ -73,7 +77,12 @@ class Spread:
 
     def at(self, what: str) -> str:
         """Name a place in this call."""
-        return f"{what} of {self.place}"
+        return f"{what} of {self.place}#{self.number}"
+
+    @property
+    def title(self) -> str:
+        """The call in words, for errors."""
+        return f"call {self.number} of {self.place}"
 
     def agree(self, what: str, value: T) -> list[T]:
         """Return what every rank says, in rank order."""
@@ -107,7 +116,7 @@ class Spread:
         if len(seeds) > 1:
             odd = next(rank for rank, seed in enumerate(drawn) if seed != drawn[0])
             raise RankError(
-                f"rank {odd} draws other random numbers than rank 0 in {self.place}: their "
+                f"rank {odd} draws other random numbers than rank 0 in {self.title}: their "
                 f"generators differ. Call torch.manual_seed with the same seed in every rank, and "
                 f"draw equally often"
             )
@@ -169,6 +178,8 @@ class Spread:
         num_workers: int,
         run: Callable[[list[Callable[[], None]]], object],
         note: Any = None,
+        *,
+        labels: Sequence[str] = (),
     ) -> tuple[MaybeTensors, list[Any]]:
         """Add the shards' lists of tensors in the canonical tree.
 
@@ -177,6 +188,7 @@ class Spread:
             parts: the subtrees that this rank has.
             num_workers, run: see :func:`samestep.reduce.sum_slices`.
             note: anything more to tell.
+            labels: of the lists' entries; ranks with others would add unlike things.
 
         Returns:
             The sums, the same bits in every rank; and every rank's note.
@@ -185,10 +197,16 @@ class Spread:
             parts = sum_slices(self.num_shards, parts, num_workers, run)
         if self.is_alone:
             return next(iter(parts.values())), [note]
-        summing = Summing(self.comm, self.num_shards, follow=not self.mine)
+        summing = Summing(self.comm, self.num_shards, labels, follow=not self.mine)
         return summing.run(self.at(what), parts, note)
 
 
 def describe(error: BaseException) -> Failure:
     """What other ranks are told about an error."""
     return Failure(f"{type(error).__name__}: {error}")
+
+
+def pick_entries(num_entries: int, num_picked: int, turn: int) -> Tensor:
+    """Positions of some entries of a tensor, scattered, for each ``turn`` others."""
+    steps = torch.arange(num_picked) + turn * num_picked
+    return steps.mul_(2654435761).add_(turn).remainder_(num_entries)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from samestep.changes import MISSING, Changes, Entry, find_row_dim
 from samestep.errors import MergeError, StateWarning
+from samestep.graphs import scale_gradient
 from samestep.links import write
 from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
@@ -61,7 +62,11 @@ class StateWriter:
         self._warned: set[str] = set()
 
     def write(
-        self, changes: Changes, rows: Sequence[int], own: slice | None = None
+        self,
+        changes: Changes,
+        rows: Sequence[int],
+        own: slice | None = None,
+        weight: float = 1.0,
     ) -> list[tuple[Any, Any, list[tuple[Tensor, int]]]]:
         """Bring ``changes`` back to the source module.
 
@@ -69,6 +74,7 @@ class StateWriter:
             changes: from :func:`collect`, of the shards with rows.
             rows: B_k of each shard.
             own: of the batch's rows, those that this process keeps in attributes; None: all.
+            weight: then, what a gradient that comes back to them counts for.
 
         Returns:
             By cell and key, the tensors written that hold one entry per row, and on which dim.
@@ -111,7 +117,7 @@ class StateWriter:
             elif value is not _KEEP:
                 in_rows = _find_rows(value, entry.values, rows)
                 if own is not None and in_rows:
-                    value, in_rows = _keep_rows(value, in_rows, own)
+                    value, in_rows = _keep_rows(value, in_rows, own, weight)
                 decided.append(partial(_write, entry, value))
                 carried.append((entry.cell, entry.key, in_rows))
         with torch.no_grad():
@@ -276,7 +282,7 @@ def _find_rows(merged: Any, values: Sequence[Any], rows: Sequence[int]) -> list[
 
 
 def _keep_rows(
-    value: Any, in_rows: Sequence[tuple[Tensor, int]], own: slice
+    value: Any, in_rows: Sequence[tuple[Tensor, int]], own: slice, weight: float
 ) -> tuple[Any, list[tuple[Tensor, int]]]:
     """``value`` with these rows of its tensors only."""
     dims = {id(tensor): dim for tensor, dim in in_rows}
@@ -286,7 +292,8 @@ def _keep_rows(
         dim = dims.get(id(leaf))
         if dim is None:
             return leaf
-        kept.append((leaf.narrow(dim, own.start, own.stop - own.start), dim))
+        rows = leaf.narrow(dim, own.start, own.stop - own.start)
+        kept.append((scale_gradient(rows, weight), dim))
         return kept[-1][0]
 
     return map_leaves(keep, value), kept

@@ -23,12 +23,14 @@ from torch.nn.utils import parametrize
 from samestep.changes import Changes
 from samestep.eager import EagerBackward
 from samestep.errors import StateWarning
+from samestep.graphs import scale_gradient
 from samestep.links import Rows
 from samestep.recompute import Recomputation
 from samestep.reduce import TreeSum, sum_lists
 from samestep.replica import BringHome, Replica
 from samestep.runner import Runner
 from samestep.sharing import share_forward
+from samestep.spread import Spread
 from samestep.tie import map_tensors, tie
 from samestep.tree import map_leaves
 
@@ -81,18 +83,18 @@ def run_shards(
             map_tensors(inputs[k].replace, pair) for k, pair in zip(spread.mine, here, strict=True)
         ]
     if eager is not None:
-        _add_carried(replicas, model, leaves, local, spread.mine, carried)
+        _add_carried(replicas, model, leaves, local, spread, carried)
         eager.begin(model, leaves, local, runner)
     try:
         outputs = _run(replicas, here, runner, method, recompute, eager)
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C too: the others wait
         spread.fail("forward", error)
         raise
     for given in inputs.values():
         given.check()
     is_tied = torch.is_grad_enabled() and eager is None  # else there is no graph to tie
     if is_tied:
-        _add_carried(replicas, model, leaves, local, spread.mine, carried)
+        _add_carried(replicas, model, leaves, local, spread, carried)
     with torch.set_grad_enabled(is_tied):
         told = share_forward(outputs, replicas, model, leaves, runner, note)
     if told.has_gradients:
@@ -321,11 +323,12 @@ def _add_carried(
     model: Replica,
     leaves: list[list[Tensor | None]],
     local: list[list[Tensor]],
-    mine: Sequence[int],
+    spread: Spread,
     carried: Sequence[Mapping[int, Rows]],
 ) -> None:
     """Add tensors on the module of which each shard has its own rows, where they need gradients."""
-    here = dict(zip(mine, replicas, strict=True))
+    here = dict(zip(spread.mine, replicas, strict=True))
+    inverse = 1 / (spread.weight or 1)
     for k, plan in enumerate(carried):
         for link in sorted(model.links.values(), key=lambda link: link.path) if plan else ():
             rows = plan.get(id(link.source))
@@ -334,4 +337,5 @@ def _add_carried(
             own = here[k].links[id(link.source)].copy if k in here else None
             if own is None or own.requires_grad:
                 leaves[k].append(own)
-                local[k].append(link.source.narrow(*rows))
+                # As for other inputs, where a rank's gradients are those of its own loss.
+                local[k].append(scale_gradient(link.source.narrow(*rows), inverse))

@@ -169,6 +169,7 @@ class _Part:
             self._local = [_pick(row, places) for row, places in zip(local, kept, strict=True)]
         found = self._find_sources(replicas, model)
         self._sources = [link.source for link in found]
+        self._names = [link.path for link in found]
         mine = runner.spread.mine
         self._replicated: list[list[Tensor]] = [[] for _ in looks]
         self._edges: list[list[Edge | None]] = [[ELSEWHERE] * len(row) for row in self._uses]
@@ -200,6 +201,7 @@ class _Part:
             is_reentrant=self._is_reentrant,
             turns=threading.Lock() if foreign else contextlib.nullcontext(),
             foreign=foreign,
+            names=self._names,
         )
         return stitch(graphs, values, sources, self._local)
 

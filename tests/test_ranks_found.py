@@ -1,0 +1,68 @@
+"""Faults of several ranks that somebody found by trying; each with its symptom."""
+
+import pytest
+import rank_jobs
+from spmd import Raised
+
+pytestmark = [pytest.mark.spmd, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("kind", ["channels last", "one shard"])
+def test_strides_are_those_of_one_process(ranks, kind):
+    # What came from other ranks was contiguous, so sums over outputs and gradients in
+    # channels_last were rounded in another way than in one process.
+    expected = rank_jobs.strided(None, kind)
+    assert ranks.ask(2, "strided", kind) == [expected] * 2
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("count", [2, 3])
+def test_own_rows_left_on_the_module_have_their_gradients(ranks, count, is_same):
+    # An output that was also left on the module came back with all ranks' rows, and a loss on what
+    # was left there was not weighted. An attribute that went from None to a 0-dim tensor was
+    # refused.
+    assert max(ranks.ask(count, "stored", is_same)) < 1e-13  # float64, entries of size 1
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_containers_in_containers_stay_the_modules_own(ranks, count):
+    # The inner container was replaced by a copy in each rank, and written apart from it.
+    expected = rank_jobs.nested()
+    assert expected[0][0] == {"count": 6}
+    assert expected[1]
+    assert ranks.ask(count, "nested") == [expected] * count
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("targets", "rank 1 computes another loss"),  # rows of the gradient sum to zero
+        ("nan", "rank 1 computes another loss"),
+        ("later batch", "args[0] differs between rank 0 and rank 1"),  # one column is the same
+        ("one slot", "args[0] differs between rank 0 and rank 1"),
+        ("one row", "args[0] differs between rank 0 and rank 1"),
+        ("requires_grad", "the requires_grad differ between rank 0 and rank 1"),
+        ("asked for", "want gradients of other parameters"),
+        ("mode", "the modes of submodules differ between rank 0 and rank 1"),
+        ("attribute", "the submodules and their settings differ between rank 0 and rank 1"),
+        ("array", "args[1] differs between rank 0 and rank 1"),
+        ("buffers", "rank 1 has other arguments of DataParallel than rank 0"),
+    ],
+)
+def test_a_rank_that_is_unlike_is_noticed(ranks, what, words):
+    for raised in ranks.run(2, "odd_one_out", what):
+        assert isinstance(raised, Raised), raised
+        assert raised.kind == "RankError"
+        assert words in raised.text
+
+
+def test_nan_is_like_nan(ranks):
+    # An argument that was NaN in every rank was called different.
+    assert ranks.ask(2, "odd_one_out", "nothing") == ["no error"] * 2
+
+
+@pytest.mark.parametrize("how", ["copy", "interrupt", "other method"])
+def test_after_one_rank_did_something_else_all_go_on(ranks, how):
+    # A copy made in one rank, or a call that was made there only, put all later calls out of step.
+    found = ranks.ask(2, "recover", how)
+    assert found[0] == found[1]
