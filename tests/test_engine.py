@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -214,7 +215,7 @@ def test_shards_that_wait_for_different_things_are_told(engine):
 
     for function in (job, deadlock):
         with pytest.raises(RuntimeError, match="wait for each other at different places"):
-            run(engine, [lambda k=k: function(k) for k in range(2)], together=True)
+            run(engine, [partial(function, k) for k in range(2)], together=True)
 
 
 def test_running_together_under_a_mode_or_alone_is_refused(engine):
