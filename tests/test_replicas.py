@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from samestep import links
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.replica import LazyError, find_replica, home_device
@@ -358,3 +359,29 @@ def test_copies_of_the_source_are_independent(source):
     with torch.no_grad():
         other.first.weight.zero_()
     assert torch.equal(module.first.weight, source.first.weight)
+
+
+def test_what_is_far_is_sent_as_one_flat_transfer_per_dtype(monkeypatch):
+    targets = [
+        torch.zeros(3, 2),
+        torch.zeros(4, dtype=torch.float64),
+        torch.zeros(2),
+        torch.zeros(0),
+    ]
+    sources = [torch.randn(3, 2), torch.randn(4).double(), torch.randn(2), torch.zeros(0)]
+    sources.append(torch.randn(2, 3).T)
+    targets.append(torch.zeros(3, 2))
+    sent = []
+
+    def move(tensor, device, **_):
+        sent.append((tensor.dtype, tensor.numel()))
+        return tensor.clone()
+
+    monkeypatch.setattr(links, "is_far", lambda here, there: True)
+    monkeypatch.setattr(links, "move_tensor", move)
+    before = [target._version for target in targets]
+    links.copy_all(targets, sources)
+    assert sent == [(torch.float32, 6 + 2 + 6)]  # a single tensor needs no flat memory
+    for target, source, version in zip(targets, sources, before, strict=True):
+        assert torch.equal(target, source)
+        assert target._version > version

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from samestep.context import current_shard
+from samestep.devices import move_tensor
 from samestep.errors import RankError, note_shard
 from samestep.graphs import (
     ELSEWHERE,
@@ -274,11 +275,11 @@ class Backward:
                 if edge is None:
                     raise RuntimeError(MSG_FREED)
                 edges.append(edge)
-                gradients.append(gradient.to(edge.device))
+                gradients.append(move_tensor(gradient, edge.device))
         for edge, gradient in zip(self.graphs.partials[k], sums, strict=True):
             if edge is not None and gradient is not None:
                 edges.append(edge)
-                gradients.append(gradient.to(edge.device))
+                gradients.append(move_tensor(gradient, edge.device))
         return edges, gradients
 
     # -- All shards --------------------------------------------------------------------------
@@ -356,7 +357,8 @@ class Backward:
         if self.is_at_home:
             return gradients
         return [
-            g if g is None else g.to(home) for g, home in zip(gradients, self.homes, strict=True)
+            g if g is None else move_tensor(g, home)
+            for g, home in zip(gradients, self.homes, strict=True)
         ]
 
     def _spread(self, replicated: MaybeTensors, local: list[MaybeTensors]) -> MaybeTensors:
@@ -423,12 +425,12 @@ def _complete(gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
     zero.
     """
     if gradient is not None:
-        return gradient.to(tensor.device)
+        return move_tensor(gradient, tensor.device)
     return torch.zeros_like(tensor) if tensor._backward_hooks else None
 
 
 def _leaf(gradient: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if gradient is None else gradient.detach().to(device).requires_grad_()
+    return None if gradient is None else move_tensor(gradient.detach(), device).requires_grad_()
 
 
 def _present(tensors: Sequence[Tensor | None]) -> Tensors:

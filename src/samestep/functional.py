@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from samestep.comm import ALONE
 from samestep.context import Shard, make_shards
-from samestep.devices import Device, Slot, plan_slots, resolve_device
+from samestep.devices import Device, Slot, move_tensor, plan_slots, resolve_device
 from samestep.engine import Engine, ThreadEngine
 from samestep.merge import merge
 from samestep.norm import install
@@ -309,7 +309,7 @@ def move(tree: Any, device: torch.device) -> Any:
     """Return ``tree`` with every tensor on ``device``."""
     if device.type == "cpu" and not torch.accelerator.is_available():
         return tree  # there is nowhere else it could be
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
+    return map_tensors(lambda tensor: move_tensor(tensor, device, non_blocking=True), tree)
 
 
 def _count_rows(pair: Any, dim: int = 0) -> int:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from samestep.devices import move_tensor
 from samestep.dims import is_dim
 from samestep.errors import MergeError
 from samestep.rows import describe_value, has_shape, is_array, join_rows
@@ -110,7 +111,9 @@ def move_tree(tree: Any, device: torch.device | None) -> Any:
     """Return ``tree`` with every tensor on ``device``; itself if they all are, or for None."""
     if device is None:
         return tree
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+    return map_leaves(
+        lambda leaf: move_tensor(leaf, device) if isinstance(leaf, Tensor) else leaf, tree
+    )
 
 
 def refuse(joining: Joining, values: list[Any], path: Path, fact: str) -> NoReturn:
@@ -247,7 +250,7 @@ def _bring_together(values: list[Any], device: torch.device | None) -> list[Any]
         target = device or first.device
     else:
         return values
-    return [value if value.device == target else value.to(target) for value in values]
+    return [move_tensor(value, target) for value in values]
 
 
 def _has_rows(joining: Joining, values: Sequence[Any], dim: int) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from samestep.devices import move_tensor
 from samestep.snapshot import Cell
 from samestep.tree import iter_leaves
 
@@ -37,7 +38,9 @@ __all__ = [
     "get_address",
     "get_addresses",
     "get_version",
+    "is_far",
     "num_bytes",
+    "send_flat",
     "write",
 ]
 
@@ -175,7 +178,7 @@ def as_leaf(data: Tensor, source: Tensor) -> Tensor:
 
 def copy_to(data: Tensor, device: torch.device) -> Tensor:
     """Copy to a device, also where the data are there already."""
-    copied = data.to(device)
+    copied = move_tensor(data, device)
     return copied.clone() if copied is data else copied
 
 
@@ -198,12 +201,50 @@ def write(target: Tensor, value: Tensor, *, keep_version: bool) -> None:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target."""
-    if all(t.layout == torch.strided for t in targets):
-        torch._foreach_copy_(targets, [source.detach() for source in sources])
-        return
+    """Copy each source into its target; between devices, all of one dtype at a time.
+
+    A transfer has a price of its own, whatever its size: 3,000 small tensors would pay it 3,000
+    times. So they are put end to end on the one device, sent, and taken apart on the other.
+    """
+    groups: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source.detach())
+        is_plain = target.layout == source.layout == torch.strided
+        key = (is_plain, source.device, target.device, target.dtype if is_plain else None)
+        groups.setdefault(key, []).append((target, source.detach()))
+    for (is_plain, here, there, _), pairs in groups.items():
+        if not is_plain:
+            for target, source in pairs:
+                target.copy_(source)
+            continue
+        values = [source for _, source in pairs]
+        if is_far(here, there) and len(pairs) > 1:
+            values = send_flat(values, there)
+        torch._foreach_copy_([target for target, _ in pairs], values)
+
+
+def is_far(here: torch.device, there: torch.device) -> bool:
+    """Whether what goes from one device to the other is transferred."""
+    return here != there
+
+
+def send_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Bring tensors of one device and dtype to another device, as one transfer.
+
+    Returns:
+        Tensors of the same shapes, in memory that they share.
+    """
+    here, sizes = tensors[0].device, [tensor.numel() for tensor in tensors]
+    rows = [tensor.reshape(-1) for tensor in tensors]
+    is_pinned = here.type == "cpu" and device.type not in ("cpu", "meta")
+    # From pinned memory the transfer runs beside the host's next work. torch's allocator keeps the
+    # memory until the transfer has ended.
+    flat = torch.empty(sum(sizes), dtype=rows[0].dtype, device=here, pin_memory=is_pinned)
+    torch.cat(rows, out=flat)
+    moved = move_tensor(flat, device, non_blocking=True)
+    return [
+        part.view(tensor.shape)
+        for part, tensor in zip(torch.split_with_sizes(moved, sizes), tensors, strict=True)
+    ]
 
 
 class Stamps:

@@ -38,6 +38,8 @@ from typing import Generic, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
+from samestep.devices import move_tensor
+
 __all__ = [
     "Node",
     "Recipe",
@@ -65,7 +67,7 @@ def add(left: Tensor, right: Tensor) -> Tensor:
     Exactness: the bits of ``torch.add``; a sparse and a dense operand give a dense result.
     """
     if right.device != left.device:
-        right = right.to(left.device)
+        right = move_tensor(right, left.device)
     if left.layout != torch.strided and right.layout == torch.strided:
         return torch.add(right, left)  # torch adds sparse to dense, not dense to sparse
     return torch.add(left, right)

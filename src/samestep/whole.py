@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from samestep.changes import collect, find_touched
 from samestep.context import CallerContext, Shard, ThreadGuard, has_modes, use_num_threads
-from samestep.devices import Slot, is_serial_forced
+from samestep.devices import Slot, is_serial_forced, move_tensor
 from samestep.engine import Job, plan_runs
 from samestep.errors import RankError, note_shard
 from samestep.functional import move
@@ -180,7 +180,7 @@ class WholeBatches:
         # Not inference mode: parameters that get their shape now must be able to train later.
         with torch.no_grad(), use_num_threads(self.num_threads):
             output = self._call(self._source, move(batch, home))
-            return map_tensors(lambda tensor: tensor.to(self._target), output)
+            return map_tensors(lambda tensor: move_tensor(tensor, self._target), output)
 
     def _run(self, replica: Replica, number: int, batch: Any, rows: int | None) -> Any:
         device, count = replica.slot.device, rows or 0
@@ -203,7 +203,7 @@ class WholeBatches:
                     tensor = tensor.clone()
                 elif isinstance(tensor, nn.Parameter):
                     tensor = replica.original(tensor)
-                return tensor.to(self._target)
+                return move_tensor(tensor, self._target)
 
             return map_tensors(land, output)
 
