@@ -6,7 +6,7 @@ does, so what keeps copies fresh is tested by the whole conformance list, withou
 
 import pytest
 
-from samestep import module
+from samestep import runtime
 from samestep.replicas import ReplicaSet
 
 # What is said there of shared memory does not hold for copies.
@@ -22,5 +22,5 @@ def hold_copies(request, monkeypatch):
         if request.node.originalname in ABOUT_SHARING:
             pytest.skip("about parameters that share memory")
         monkeypatch.setattr(
-            module, "ReplicaSet", lambda **options: ReplicaSet(**options, share=False)
+            runtime, "ReplicaSet", lambda **options: ReplicaSet(**options, share=False)
         )
