@@ -478,14 +478,14 @@ def test_a_model_that_draws_is_compared_with_drawing_switched_off():
     assert report.drawing == ("0 (Dropout), from torch; switched off for comparing",)
 
 
-def test_a_forward_that_draws_by_itself_is_compared_with_constants():
+def test_a_forward_that_draws_by_itself_is_compared_with_fixed_numbers():
     report = check(Noisy(), torch.randn(7, 4), replicas=FEW)
     assert report.ok, report
     assert report.comparable
-    assert "constants in place of random numbers" in report.drawing[0]
+    assert "fixed numbers in place of random ones" in report.drawing[0]
 
 
-def test_constants_do_not_hide_a_difference():
+def test_fixed_numbers_do_not_hide_a_difference():
     class NoisyTable(Noisy):
         def forward(self, rows, table):
             return super().forward(rows) * table.sum()

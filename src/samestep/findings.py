@@ -119,6 +119,7 @@ class Report:
         advice: what to change.
         comparable: whether numbers were compared, not only their forms.
         notes: what else is worth knowing, such as what could not be looked at.
+        unproven: why it is no proof though nothing differs, such as a batch that was never cut.
     """
 
     model: str
@@ -130,11 +131,12 @@ class Report:
     advice: tuple[str, ...] = ()
     comparable: bool = True
     notes: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether every number of replicas was seen to make the plain module's step."""
-        return self.comparable and all(trial.ok for trial in self.trials)
+        return self.comparable and not self.unproven and all(trial.ok for trial in self.trials)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -144,8 +146,10 @@ class Report:
         verdict = "the same step"
         if failed:
             verdict = f"NOT the same step for replicas {_list(failed)}"
-        elif not self.comparable:
-            verdict = "NOT PROVEN: it draws random numbers, and only forms could be compared"
+        elif not self.ok:
+            verdict = "NOT PROVEN"
+        if self.unproven:
+            verdict += f"; {'; '.join(self.unproven)}" if failed else f": {self.unproven[0]}"
         lines = [f"{self.model}: {verdict}", f"decided {self.decided}", "", "arguments"]
         lines += [f"  {line}" for line in self.arguments.splitlines()]
         lines += ["", "replicas"]
