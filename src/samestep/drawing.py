@@ -139,7 +139,7 @@ class NoDraws(contextlib.ExitStack):
 
     def __enter__(self) -> NoDraws:
         super().__enter__()
-        self.enter_context(_NoDropout())  # type: ignore[no-untyped-call]  # torch's
+        self.enter_context(_NoDropout())
         self.enter_context(_Fixed(self.draw))
         return self
 
@@ -231,8 +231,7 @@ class _Fixed(TorchDispatchMode):
             given.update(zip(given, args, strict=False))
             given.update(kwargs)
             target = torch.view_as_real(result) if result.is_complex() else result
-            result_values = _KINDS[kind](lambda shape: self._draw(name, shape), target, given)
-            target.copy_(result_values)
+            target.copy_(_KINDS[kind](lambda shape: self._draw(name, shape), target, given))
         return result
 
 
@@ -245,7 +244,7 @@ def _rand(draw: Draw, target: Tensor, given: Given) -> Tensor:
 
 
 def _uniform(draw: Draw, target: Tensor, given: Given) -> Tensor:
-    low, high = given["from"], given["to"]
+    low, high = _cpu(given["from"]), _cpu(given["to"])
     return low + (high - low) * draw(target.shape)
 
 
@@ -262,11 +261,13 @@ def _log_normal(draw: Draw, target: Tensor, given: Given) -> Tensor:
 
 
 def _exponential(draw: Draw, target: Tensor, given: Given) -> Tensor:
-    return -draw(target.shape).log() / given["lambd"]
+    return -draw(target.shape).log() / _cpu(given["lambd"])
 
 
 def _cauchy(draw: Draw, target: Tensor, given: Given) -> Tensor:
-    return given["median"] + given["sigma"] * torch.tan(math.pi * (draw(target.shape) - 0.5))
+    return _cpu(given["median"]) + _cpu(given["sigma"]) * torch.tan(
+        math.pi * (draw(target.shape) - 0.5)
+    )
 
 
 def _geometric(draw: Draw, target: Tensor, given: Given) -> Tensor:
@@ -278,13 +279,14 @@ def _randint(draw: Draw, target: Tensor, given: Given) -> Tensor:
     high = given.get("high", given.get("to"))
     if high is None:  # random_ without bounds: any numbers that the dtype holds
         high = 2 if target.dtype is torch.bool else 100
-    return (low + (high - low) * draw(target.shape)).floor().clamp(low, high - 1)
+    spread = (draw(target.shape) * (high - low)).floor()
+    return spread.clamp(max=high - low - 1) + _cpu(low)
 
 
 def _bernoulli(draw: Draw, target: Tensor, given: Given) -> Tensor:
     """Half of what may be either is 1: a small p would give small tensors nothing but zeros."""
     p = given.get("p")
-    p = torch.as_tensor(_cpu(given["self"] if p is None else p))
+    p = _cpu(given["self"] if p is None else p)
     return torch.where((p <= 0) | (p >= 1), p, (draw(target.shape) < 0.5).double())
 
 
@@ -316,7 +318,7 @@ def _multinomial(draw: Draw, target: Tensor, given: Given) -> Tensor:
 
 
 def _randperm(draw: Draw, target: Tensor, given: Given) -> Tensor:
-    """Moves every row; to whom depends on how many there are, so nobody takes it for no mixing."""
+    """Moves every row, to another one at the border of a shard than on one device."""
     return torch.arange(given["n"], device="cpu").roll(-1)
 
 
@@ -341,8 +343,9 @@ _KINDS: dict[str, Callable[[Draw, Tensor, Given], Tensor]] = {
 }
 
 
-def _cpu(value: Any) -> Any:
-    return value.detach().double().cpu() if isinstance(value, Tensor) else value
+def _cpu(value: Any) -> Tensor:
+    """A number, or a tensor on any device, as the tensor that the formulas above are written in."""
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
 
 
 def _scramble(numbers: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from samestep.errors import SplitError
 from samestep.findings import Report, Trial
 from samestep.module import DataParallel
-from samestep.observe import Call, copy_module, kept_random_state, run_step
+from samestep.observe import Call, copy_module, iter_state, kept_random_state, run_step
 from samestep.plan import SplitPlan
 from samestep.remedies import Candidate, Failing, list_candidates, search
 from samestep.replica import home_device
@@ -191,10 +191,8 @@ def _mend(
     chosen, best, left = search(attempt, list_for, options, failing)
     advice = [str(one) for one in chosen]
     if left is None:
-        advice += _find_leftovers(trials, plan) or [
-            f"no option helps against this error: {first.error}"
-        ]
-        return advice, best, frozenset()
+        reason = _find_leftovers(trials.model, plan.num_rows) or "no option helps"
+        return [*advice, f"{reason} against this error: {first.error}"], best, frozenset()
     if chosen and not left:
         still = [t.replicas for t in failed if trials.attempt(t.replicas, best) != frozenset()]
         but = f", but not for replicas {', '.join(map(str, still))}" if still else ""
@@ -316,21 +314,20 @@ def _explain(left: frozenset[tuple[str, str]], trials: Trials, mixing: Sequence[
     return advice
 
 
-def _find_leftovers(trials: Trials, plan: SplitPlan) -> list[str]:
+def _find_leftovers(model: nn.Module, num_rows: int | None) -> str:
     """What to do about state with a row for each of the batch: replicas get it whole."""
     found = [
         f"{path} {list(value.shape)}"
-        for kind, path, value in trials.iter_left_state()
+        for kind, path, value in iter_state(model)
         if kind in ("attribute", "buffer") and isinstance(value, Tensor)
-        if plan.num_rows > 1 and plan.num_rows in value.shape
+        if num_rows and num_rows in value.shape
     ]
     if not found:
-        return []
-    return [
-        f"{', '.join(found[:4])}: state with rows of an earlier call, which every replica gets "
-        f"whole while it gets a part of the rows. Reset the state before each call, or check a "
-        f"fresh module; or pass the state as an argument and return it from forward"
-    ]
+        return ""
+    return (
+        f"{', '.join(found[:4])}: it may hold the rows of an earlier call, and every replica gets "
+        f"it whole; reset this state or check a fresh module, which may help"
+    )
 
 
 def _explain_arguments(model: nn.Module, call: Call, count: int, options: dict[str, Any]) -> str:

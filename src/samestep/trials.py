@@ -245,14 +245,6 @@ class Trials:
         model = self._wrap(self.model, 1, {})
         return model._samestep_runtime.parameter_names(model.module, None)
 
-    def iter_left_state(self) -> Iterator[tuple[str, str, Any]]:
-        """What the model keeps now, and what a plain step leaves there."""
-        yield from iter_state(self.model)
-        kept = {path for _, path, _ in iter_state(self.model)}
-        for (kind, path), value in self.plain.values.items():
-            if kind in ("attribute", "buffer") and path not in kept:
-                yield kind, path, value
-
     def name(self, name: str) -> str:
         """A submodule in words."""
         module = dict(self.model.named_modules())[name]
