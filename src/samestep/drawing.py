@@ -10,12 +10,13 @@ where torch's random operations return fixed numbers. A mode makes the shards ru
 the numbers are the same. A module is never put into evaluation mode: what it does in training only
 would then not be looked at.
 
-[Note: fixed numbers] Not constants: ``n - n.mean(0)`` of a constant ``n`` would hide that rows are
-mixed, and so would a permutation that moves nothing. Each element's number is made of its position
-in the whole batch's tensor, so a row gets the same numbers in a shard as on one device, and rows
-differ. Two draws of one shape are equal, so that a forward that is run again in backward draws the
-same again. Which dim of a shard's tensor is the rows is seen from what the plain run asked for: the
-one dim that is longer there, by B / B_k. Where that does not tell, :attr:`NoDraws.untold` says so.
+[Note: fixed numbers] Dropout returns its input. All else that draws gets numbers, and not
+constants: ``n - n.mean(0)`` of a constant ``n`` would hide that rows are mixed, and so would a
+permutation that moves nothing. Each element's number is made of its position in the whole batch's
+tensor, so a row gets the same numbers in a shard as on one device, and rows differ. Two draws of
+one shape are equal, so that a forward that is run again in backward draws the same again. Which dim
+of a shard's tensor is the rows is seen from what the plain run asked for: the one dim that is
+longer there, by B / B_k. Where that does not tell, :attr:`NoDraws.untold` says so.
 
 Guarantees: the modules written to are copies, and their mode stays what it is.
 Must not: compare anything. Whether drawing has stopped is for the caller to see from two runs.
@@ -58,8 +59,8 @@ def find_drawing(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str,
         nonlocal state
         now = _read_generators()
         moved = {name for name, value in now.items() if not _is_same(value, state.get(name))}
-        if moved and stack:
-            found.setdefault(stack[-1], set()).update(moved)
+        if moved:  # outside of all that is watched: in a scripted module, or in the loss
+            found.setdefault(stack[-1] if stack else "", set()).update(moved)
         state = now
 
     def enter(name: str, values: Any) -> Any:
@@ -76,6 +77,7 @@ def find_drawing(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str,
     state = _read_generators()
     with watch_borders(model, enter, leave):
         run(model)
+    note()
     return {name: ", ".join(sorted(sources)) for name, sources in found.items()}
 
 
@@ -183,13 +185,16 @@ class NoDraws(contextlib.ExitStack):
 
 
 class _NoDropout(TorchFunctionMode):
-    """Takes chance out of functions that may draw in a fused kernel, by their arguments."""
+    """Lets dropout return its input: a mask that is applied to rows mixes none, whatever is in it.
+    Takes chance out of other functions that may draw in a fused kernel by their arguments."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        place = _PLACES.get(func)
         kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        place = _PLACES.get(func)
         if place is not None:
             name, index, value = place
             if len(args) > index:
@@ -199,6 +204,16 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_DROPOUT_NAMES = (
+    "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ dropout1d "
+    "dropout2d dropout3d feature_alpha_dropout feature_alpha_dropout_"
+)
+_DROPOUTS = frozenset(
+    getattr(place, name)
+    for place in (torch, F)
+    for name in _DROPOUT_NAMES.split()
+    if hasattr(place, name)
+)
 _PLACES = {
     F.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
     F.multi_head_attention_forward: ("dropout_p", 10, 0.0),

@@ -138,9 +138,13 @@ _UNCUT = "the batch was never cut, so this proves nothing"
 
 def _list_unproven(trials: Trials, found: Sequence[Trial]) -> list[str]:
     """Why a report in which all is equal is no proof."""
+    reasons = list(trials.unproven)
+    if trials.untold:
+        names = ", ".join(sorted(trials.untold)[:4])
+        reasons.append(f"which rows random numbers are for cannot be told: {names}")
     if any(trial.error or len(trial.sizes) > 1 for trial in found):
-        return trials.unproven
-    return [_UNCUT, *trials.unproven]
+        return reasons
+    return [_UNCUT, *reasons]
 
 
 def _list_notes(trials: Trials, found: Sequence[Trial]) -> list[str]:

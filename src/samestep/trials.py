@@ -61,6 +61,7 @@ class Trials:
         plain: the plain step.
         notes: what could not be done.
         unproven: why an equal result is no proof.
+        untold: random numbers of which it cannot be told which rows they are for.
 
     Raises:
         Exception: whatever the plain step raises.
@@ -73,6 +74,7 @@ class Trials:
         self.unproven: list[str] = []
         self._asked: dict[str, set[tuple[int, ...]]] = {}  # random numbers that plain runs drew
         self._guessed: set[str] = set()
+        self.untold: set[str] = set()
         run_step(copy_module(model), self._given())  # the user's own step: what it raises is raised
         with _quiet():
             self._settle_gradients()
@@ -280,10 +282,7 @@ class Trials:
             return
         with NoDraws(self._asked, is_noting=is_noting) as still:
             yield
-        for text in sorted(still.untold):
-            reason = f"which rows the numbers of {text} are for cannot be told"
-            if reason not in self.unproven:
-                self.unproven.append(reason)
+        self.untold |= still.untold
         for text in sorted(still.guessed - self._guessed):
             self._guessed.add(text)
             self.notes.append(
