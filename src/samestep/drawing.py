@@ -122,20 +122,16 @@ class NoDraws(contextlib.ExitStack):
     left to chance is for the caller to see.
 
     Args:
-        asked: what plain runs asked for so far; a plain run adds to it, if ``is_noting``.
-        is_noting: False: for a run on a part of the rows, which says nothing about shapes.
+        asked: what plain runs of the whole batch asked for so far; a plain run adds to it.
 
     Attributes:
         untold: operations and shapes of which it cannot be told which dim is the rows.
         guessed: those whose rows are one of two factors of a dim; taken as the outer one.
     """
 
-    def __init__(
-        self, asked: dict[str, set[tuple[int, ...]]] | None = None, *, is_noting: bool = True
-    ) -> None:
+    def __init__(self, asked: dict[str, set[tuple[int, ...]]] | None = None) -> None:
         super().__init__()
         self._asked = {} if asked is None else asked
-        self._is_noting = is_noting
         self.untold: set[str] = set()
         self.guessed: set[str] = set()
 
@@ -162,8 +158,7 @@ class NoDraws(contextlib.ExitStack):
         """The dim of rows, and the first row's position there; 0 and 0 where nothing was cut."""
         shard = current_shard()
         if shard is None or shard.num_shards == 1:
-            if self._is_noting:
-                self._asked.setdefault(name, set()).add(shape)
+            self._asked.setdefault(name, set()).add(shape)
             return 0, 0
         rows = shard.stop - shard.start
         found = set()

@@ -226,7 +226,11 @@ class Trials:
             return model
 
         try:
-            with _quiet(), self._stillness(is_noting=False), use_default_dtype(self._cast):
+            with (
+                _quiet(),
+                NoDraws() if self.is_still else contextlib.nullcontext(),
+                use_default_dtype(self._cast),
+            ):
                 seed_all()
                 return find_mixing(
                     make,
@@ -275,12 +279,12 @@ class Trials:
             return run_step(model, self.call, dtype, watch, seed)
 
     @contextlib.contextmanager
-    def _stillness(self, *, is_noting: bool = True) -> Iterator[None]:
+    def _stillness(self) -> Iterator[None]:
         """Fixed numbers in place of random ones, if the model draws still."""
         if not self.is_still:
             yield
             return
-        with NoDraws(self._asked, is_noting=is_noting) as still:
+        with NoDraws(self._asked) as still:
             yield
         self.untold |= still.untold
         for text in sorted(still.guessed - self._guessed):
