@@ -105,11 +105,6 @@ def test_all_kinds_of_values_are_compared():
     }
 
 
-def test_a_batch_that_is_never_cut_is_said_to_prove_nothing():
-    report = check(nn.Linear(3, 2), torch.randn(1, 3), replicas=FEW)
-    assert "proves nothing" in report.notes[0]
-
-
 # ---------------------------------------------------------------------------
 # What is planted is found, and the remedy holds
 # ---------------------------------------------------------------------------
@@ -478,14 +473,14 @@ def test_a_model_that_draws_is_compared_with_drawing_switched_off():
     assert report.drawing == ("0 (Dropout), from torch; switched off for comparing",)
 
 
-def test_a_forward_that_draws_by_itself_is_compared_with_constants():
+def test_a_forward_that_draws_by_itself_is_compared_with_fixed_numbers():
     report = check(Noisy(), torch.randn(7, 4), replicas=FEW)
     assert report.ok, report
     assert report.comparable
-    assert "constants in place of random numbers" in report.drawing[0]
+    assert "fixed numbers in place of random ones" in report.drawing[0]
 
 
-def test_constants_do_not_hide_a_difference():
+def test_fixed_numbers_do_not_hide_a_difference():
     class NoisyTable(Noisy):
         def forward(self, rows, table):
             return super().forward(rows) * table.sum()
@@ -517,6 +512,307 @@ def test_a_run_that_does_not_repeat_is_not_ok():
     report = check(Ticks(), torch.randn(7, 4), replicas=2)
     assert report.trials[0].repeats is False
     assert "NOT the same bits when run again" in str(report)
+
+
+# ---------------------------------------------------------------------------
+# What a check must not miss
+# ---------------------------------------------------------------------------
+
+
+class NormAndDropout(nn.Module):
+    def forward(self, rows):
+        rows = F.batch_norm(rows, None, None, training=self.training)
+        return F.dropout(rows, 0.1, self.training)
+
+
+class GateWithNoise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+
+    def forward(self, rows):
+        scores = self.gate(rows)
+        balance = rows.new_zeros(())
+        if self.training:
+            scores = scores + torch.randn_like(scores)
+            balance = scores.softmax(1).mean(0).square().sum()
+        return scores.softmax(1), balance
+
+
+class CountsInTraining(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, rows):
+        if self.training:
+            self.seen += len(rows)
+        return F.dropout(rows, 0.1, self.training)
+
+
+class CentresInTraining(nn.Module):
+    def forward(self, rows):
+        rows = F.dropout(rows, 0.1, self.training)
+        return rows - rows.mean(0) if self.training else rows
+
+
+@pytest.mark.parametrize(
+    "make", [NormAndDropout, GateWithNoise, CountsInTraining, CentresInTraining]
+)
+@pytest.mark.parametrize("is_drawing_apart", [False, True])
+def test_what_a_drawing_module_does_in_training_only_is_looked_at(make, is_drawing_apart):
+    model = nn.Sequential(nn.Dropout(0.2), make()) if is_drawing_apart else make()
+    report = check(model, torch.randn(8, 4), replicas=FEW)
+    assert not report.ok
+    assert unequal(report), report
+
+
+class Shuffled(nn.Module):
+    def forward(self, rows):
+        return rows + rows[torch.randperm(len(rows))]
+
+
+class SortedByChance(nn.Module):
+    def forward(self, rows):
+        return rows[torch.rand(len(rows)).argsort()]
+
+
+class CentredNoise(nn.Module):
+    def forward(self, rows):
+        noise = torch.randn(len(rows), 4)
+        return rows + (noise - noise.mean(0)).to(rows)
+
+
+class CentredMask(nn.Module):
+    def forward(self, rows):
+        mask = torch.bernoulli(torch.full((len(rows), 1), 0.1, dtype=rows.dtype))
+        return rows * (mask - mask.mean(0))
+
+
+class Sampled(nn.Module):
+    def forward(self, rows):
+        return rows[torch.multinomial(torch.ones(len(rows)), len(rows), replacement=True)]
+
+
+MIXING_BY_CHANCE = [Shuffled, SortedByChance, CentredNoise, CentredMask, Sampled]
+
+
+@pytest.mark.parametrize("make", MIXING_BY_CHANCE)
+def test_rows_that_are_mixed_through_random_numbers_are_seen(make):
+    report = check(make(), torch.randn(8, 4), replicas=FEW)
+    assert not report.ok
+    assert "output" in unequal(report), report
+
+
+class Draws(nn.Module):
+    """Draws in many ways, for each row by itself."""
+
+    def forward(self, rows):
+        positive = rows.abs() + 1
+        rows = rows + F.gumbel_softmax(rows) + F.gumbel_softmax(rows, hard=True)
+        rows = rows + torch.poisson(positive) + torch.normal(rows, positive)
+        rows = rows + torch.distributions.Gamma(positive, positive).rsample()
+        rows = rows + torch.distributions.Dirichlet(positive).rsample()
+        rows = rows + torch.distributions.Binomial(3, rows.sigmoid()).sample()
+        rows = rows + torch.multinomial(positive, 4, replacement=True)
+        rows = rows + torch.multinomial(positive, 4) + torch.randint(3, 9, (len(rows), 4))
+        rows = rows + torch.empty_like(rows).exponential_() + torch.randint_like(rows, 5)
+        rows = rows * torch.empty(len(rows), 1, dtype=rows.dtype).bernoulli_(0.8) / 0.8
+        rows = F.rrelu(F.alpha_dropout(F.dropout(rows), 0.3, training=True), training=True)
+        rows = rows + torch.rand(1) + torch.rand(()) + torch.randn(4)  # one for all rows
+        return rows[:, torch.randperm(4)]
+
+
+@pytest.mark.slow
+def test_numbers_drawn_for_each_row_are_the_rows_own():
+    report = check(Draws(), torch.randn(7, 4), replicas=FEW)
+    assert report.ok, report
+    assert report.mixing == ()
+
+
+class Tokens(nn.Module):
+    """Draws for a dim that is made of rows and time."""
+
+    def __init__(self, is_time_first):
+        super().__init__()
+        self.is_time_first = is_time_first
+
+    def forward(self, rows):
+        steps = rows.transpose(0, 1) if self.is_time_first else rows
+        noisy = steps.flatten(0, 1)
+        noisy = (noisy + torch.randn_like(noisy)).view(steps.shape)
+        return noisy.transpose(0, 1) if self.is_time_first else noisy
+
+
+def test_rows_are_found_in_a_dim_that_is_made_of_two():
+    report = check(Tokens(is_time_first=False), torch.randn(7, 3, 4), replicas=FEW)
+    assert report.ok, report
+    report = check(Tokens(is_time_first=True), torch.randn(7, 3, 4), replicas=FEW)
+    assert not report.ok
+    assert "as if rows were the outer" in "\n".join(report.notes)
+
+
+def test_numbers_that_no_row_can_be_told_for_leave_the_step_unproven():
+    class Chosen(nn.Module):
+        def forward(self, rows):
+            chosen = rows[rows[:, 0] > 0]
+            return rows * 2 + 0 * torch.randn(len(chosen), 4).sum().to(rows)
+
+    rows = torch.randn(8, 4)
+    rows[:, 0] = torch.tensor([1.0, 1, 1, -1, 1, -1, -1, 1])
+    report = check(Chosen(), rows, replicas=2)
+    assert not report.ok
+    assert not unequal(report)
+    assert "cannot be told" in report.unproven[0]
+    assert "Chosen: NOT PROVEN" in str(report)
+
+
+def test_dropout_on_rows_that_data_chooses_is_no_obstacle():
+    class Experts(nn.Module):
+        def forward(self, rows):
+            output = torch.zeros_like(rows)
+            for chosen in (rows[:, 0] > 0, rows[:, 0] <= 0):
+                output[chosen] = F.dropout(rows[chosen] * 2, 0.3, self.training)
+            return output
+
+    report = check(Experts(), torch.randn(9, 4), replicas=FEW)
+    assert report.ok, report
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is on its way out
+def test_a_scripted_module_that_draws_is_compared_with_fixed_numbers():
+    model = torch.jit.script(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 2)))
+    report = check(model, torch.randn(7, 4), replicas=FEW)
+    assert report.ok, report
+    assert "fixed numbers" in report.drawing[0]
+
+
+def test_a_loss_that_draws_draws_the_same_for_all():
+    loss = lambda output: (output * torch.randn_like(output)).sum()  # noqa: E731
+    report = check(nn.Sequential(nn.Dropout(0.5)), torch.randn(7, 4), replicas=FEW, loss=loss)
+    assert report.ok, report
+
+
+@pytest.mark.slow
+def test_activations_that_are_computed_again_draw_the_same_again():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, rows):
+            def inner(rows):
+                return F.dropout(self.layer(rows)).square()
+
+            return torch.utils.checkpoint.checkpoint(inner, rows, use_reentrant=False)
+
+    for options in ({}, {"recompute": True}):
+        report = check(Again(), torch.randn(7, 4), replicas=FEW, **options)
+        assert report.ok, report
+
+
+def test_a_foreign_generator_is_not_trusted_though_its_numbers_had_no_effect():
+    class Skips(nn.Module):
+        def forward(self, rows):
+            return rows * 2 if random.random() < 2 else rows
+
+    report = check(Skips(), torch.randn(7, 4), replicas=2)
+    assert not report.ok
+    assert "the module itself (Skips) draws from Python's random" in report.unproven
+
+
+@pytest.mark.parametrize(("num_rows", "replicas"), [(1, FEW), (8, 1), (8, (1,))])
+def test_a_batch_that_is_never_cut_is_no_proof(num_rows, replicas):
+    report = check(nn.Linear(3, 2), torch.randn(num_rows, 3), replicas=replicas)
+    assert not report.ok
+    assert "proves nothing" in report.notes[0]
+    assert "Linear: NOT PROVEN: the batch was never cut" in str(report)
+
+
+def test_state_in_slots_is_looked_into():
+    class Base:
+        __slots__ = ("total",)
+
+    class Meter(Base):
+        __slots__ = ("__hidden", "other")
+
+        def __init__(self):
+            self.total = self.__hidden = 0.0
+
+        def keep(self, value):
+            self.total = self.__hidden = value
+
+    class Metered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.meter = Meter()
+
+        def forward(self, rows):
+            self.meter.keep(float(rows.mean()))
+            return rows * 2
+
+    report = check(Metered(), torch.randn(7, 3), replicas=2)
+    assert unequal(report) == {"attribute meter.total", "attribute meter.__hidden"}
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-12])
+def test_small_values_are_measured_by_their_own_size(size):
+    class Small(nn.Module):
+        def forward(self, rows):
+            return rows + 1e-5 * rows.mean(0)
+
+    assert "output" in unequal(check(Small(), size * torch.randn(8, 3), replicas=2))
+
+
+def test_a_small_output_of_ordinary_arguments_is_measured_by_its_own_size():
+    class Small(nn.Module):
+        def forward(self, rows):
+            return 1e-10 * (rows + 1e-3 * rows.mean(0))
+
+    assert "output" in unequal(check(Small(), torch.randn(8, 3), replicas=2))
+
+
+def test_a_small_column_beside_a_large_one_is_measured_by_itself():
+    class Columns(nn.Module):
+        def forward(self, rows):
+            mean = rows.mean(0)
+            return torch.cat([1e4 * rows, rows + 1e-6 * mean], 1)
+
+    loss = lambda output: output[:, 0].sum()  # noqa: E731  # so that gradients tell nothing
+    report = check(Columns(), torch.randn(8, 1), replicas=2, loss=loss)
+    assert unequal(report) == {"output"}
+
+
+def test_one_flag_for_all_rows_is_said_to_be_equal_by_chance():
+    class Flags(nn.Module):
+        def forward(self, rows):
+            return rows * 2, (rows > 0).any()
+
+    report = check(Flags(), torch.ones(8, 3), replicas=2)
+    assert report.ok, report
+    assert "output[1]: one flag or whole number for all rows" in report.notes[0]
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+        self.hidden = None
+
+    def forward(self, rows):
+        self.hidden = self.cell(rows, self.hidden).detach()
+        return self.hidden * 2
+
+
+def test_state_with_rows_of_an_earlier_call_is_named():
+    model, rows = Remembers(), torch.randn(8, 3)
+    assert check(model, rows, replicas=2)
+    model(rows)
+    report = check(model, rows, replicas=2)
+    assert "hidden [8, 4]: it may hold the rows of an earlier call" in advice_of(report)
+    assert "check a fresh module" in advice_of(report)
+    model.hidden = None
+    assert check(model, rows, replicas=2)
 
 
 # ---------------------------------------------------------------------------
@@ -734,6 +1030,7 @@ def target(tmp_path, monkeypatch):
         "def good():\n    return nn.Linear(3, 2), torch.randn(7, 3)\n"
         "def bad():\n    return {'model': nn.BatchNorm1d(3), 'inputs': (torch.randn(7, 3),)}\n"
         "def synced():\n    return {**bad(), 'sync_batch_norm': True}\n"
+        "def single():\n    return nn.Linear(3, 2), torch.randn(1, 3)\n"
         "def broken():\n    return nn.Linear(3, 2), torch.randn(7, 4)\n"
         "def wrong():\n    return 3\n"
     )
@@ -748,6 +1045,7 @@ def target(tmp_path, monkeypatch):
         ("good", 0, "Linear: the same step"),
         ("bad", 1, "sync_batch_norm=True"),
         ("synced", 0, "BatchNorm1d: the same step"),
+        ("single", 1, "Linear: NOT PROVEN: the batch was never cut"),
     ],
 )
 def test_the_commands_status_says_whether_the_step_is_the_same(

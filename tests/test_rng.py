@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import use_workers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from samestep import DataParallel, DrawWarning
 from samestep.rng import Draws, Stream, Watch, use_stream
@@ -345,3 +346,26 @@ def test_other_threads_of_the_user_keep_the_default_generator():
     torch.manual_seed(77)
     make(beside)(torch.ones(6, 2))
     assert set(seen) == {77}
+
+
+class _Sees(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_of_the_callers_sees_dropout_and_changes_no_number():
+    model = DataParallel(nn.Sequential(nn.Dropout(0.5)), replicas=2)
+    rows = torch.randn(6, 4)
+    torch.manual_seed(3)
+    expected = model(rows)
+    torch.manual_seed(3)
+    with _Sees() as mode:
+        found = model(rows)
+    assert torch.equal(found, expected)
+    assert mode.seen.count(F.dropout) >= 2
+    assert torch.Tensor.bernoulli_ not in mode.seen

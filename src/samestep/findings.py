@@ -9,9 +9,13 @@ that grow. In float64 what is found is around 1e-14 of a tensor's largest value 
 and a real difference is many orders larger: 1e-9 lies between. float32 has 1e-7 for its last bit
 and up to 1e-5 was measured: 1e-4. The 16-bit formats have a last bit of 1e-3 and 8e-3.
 
-[Note: scale] A deviation is divided by the largest value of the plain tensor. A gradient that ought
-to be zero (of a bias before a norm) holds nothing but rounding, so a gradient's scale is at least a
-hundredth of the model's largest gradient; for everything else it is at least 1e-3.
+[Note: scale] A deviation is divided by the largest value of the plain tensor. What ought to be zero
+(the gradient of a bias before a norm) holds nothing but rounding, so the scale has a floor: for a
+gradient a hundredth of the model's largest gradient; for everything else 1e-5 (float64) or 1e-3 of
+the largest value of its kind, and of the largest number among arguments and parameters, if that is
+less than 1, else of 1. So in float64 a deviation below 1e-14 beside ordinary arguments is not seen.
+In float64 each index of the last dim is measured by its own largest value, or a hundredth of the
+tensor's: a small column beside a large one is seen, down to 1e-11 of the large one.
 
 Guarantees: equal means within :data:`ALLOWED`, or exactly equal for what is no floating tensor.
 Must not: run anything.
@@ -38,7 +42,10 @@ ALLOWED = {
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
 }  # see [Note: what is allowed]
-_MIN_SCALE = 1e-3
+_PART = 1e-2  # these four: see [Note: scale]
+_SLICE = 1e-2
+_FLOOR = {torch.float64: 1e-5}
+_WIDE_FLOOR = 1e-3
 _MAX_SHOWN = 12  # values of one kind in the text; all are in the data
 
 
@@ -119,6 +126,7 @@ class Report:
         advice: what to change.
         comparable: whether numbers were compared, not only their forms.
         notes: what else is worth knowing, such as what could not be looked at.
+        unproven: why it is no proof though nothing differs, such as a batch that was never cut.
     """
 
     model: str
@@ -130,11 +138,12 @@ class Report:
     advice: tuple[str, ...] = ()
     comparable: bool = True
     notes: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """Whether every number of replicas was seen to make the plain module's step."""
-        return self.comparable and all(trial.ok for trial in self.trials)
+        return self.comparable and not self.unproven and all(trial.ok for trial in self.trials)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -144,8 +153,10 @@ class Report:
         verdict = "the same step"
         if failed:
             verdict = f"NOT the same step for replicas {_list(failed)}"
-        elif not self.comparable:
-            verdict = "NOT PROVEN: it draws random numbers, and only forms could be compared"
+        elif not self.ok:
+            verdict = "NOT PROVEN"
+        if self.unproven:
+            verdict += f"; {'; '.join(self.unproven)}" if failed else f": {self.unproven[0]}"
         lines = [f"{self.model}: {verdict}", f"decided {self.decided}", "", "arguments"]
         lines += [f"  {line}" for line in self.arguments.splitlines()]
         lines += ["", "replicas"]
@@ -191,8 +202,9 @@ def compare(
     allowed = get_allowed(dtype)
     largest = {
         kind: max((_size(v) for (k, _), v in plain.values.items() if k == kind), default=0.0)
-        for kind in ("gradient", "input gradient")
+        for kind in {kind for kind, _ in [*plain.values, *other.values]}
     }
+    part = _FLOOR.get(dtype, _WIDE_FLOOR)
     found = []
     for key in {**plain.values, **other.values}:
         kind, path = key
@@ -201,7 +213,10 @@ def compare(
         old = before.get(key, _MISSING)
         if is_state and _is_same(one, old) and _is_same(two, old):
             continue
-        floor = largest[kind] / 100 if kind in largest else _MIN_SCALE
+        if kind in ("gradient", "input gradient"):
+            floor = largest[kind] * _PART
+        else:
+            floor = max(largest[kind], min(1.0, plain.size)) * part
         found.append(_compare(kind, path, one, two, allowed, floor, forms_only))
     return tuple(found)
 
@@ -232,9 +247,7 @@ def _compare(
             deviation = 0.0 if equal else math.inf
             return Comparison(kind, path, equal, deviation, deviation, 0.0, note)
     is_exact = not (one.is_floating_point() or one.is_complex())
-    deviation = _deviation(one, two)
-    scale = max(_size(one), floor)
-    relative = 0.0 if deviation == 0 else deviation / scale if scale else math.inf
+    deviation, relative = _measure(one, two, floor, by_slice=allowed == ALLOWED[torch.float64])
     limit = 0.0 if is_exact else allowed
     return Comparison(kind, path, relative <= limit, deviation, relative, limit, "", shape)
 
@@ -259,20 +272,39 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _deviation(one: Tensor, two: Tensor) -> float:
-    """The largest absolute difference; equal infinities and two NaN do not differ."""
+    """The largest absolute difference."""
+    return float(_differences(one, two).max()) if one.numel() else 0.0
+
+
+def _differences(one: Tensor, two: Tensor) -> Tensor:
+    """Absolute differences; equal infinities and two NaN do not differ."""
     one, two = _wide(one), _wide(two)
-    if not one.numel():
-        return 0.0
     difference = (one - two).abs()
     difference[(one == two) | (one.isnan() & two.isnan())] = 0.0
-    return float(difference.nan_to_num(nan=math.inf, posinf=math.inf).max())
+    return difference.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _measure(one: Tensor, two: Tensor, floor: float, *, by_slice: bool) -> tuple[float, float]:
+    """The largest absolute difference, and the largest by its scale. See [Note: scale]."""
+    deviation = _deviation(one, two)
+    if deviation == 0 or not one.dim() or not by_slice:
+        scale = max(_size(one), floor)
+        return deviation, 0.0 if deviation == 0 else deviation / scale if scale else math.inf
+    floor = max(floor, _size(one) * _SLICE)
+    sizes = _sizes(one).reshape(-1, one.shape[-1]).amax(0).clamp(min=floor)
+    off = _differences(one, two).reshape(-1, one.shape[-1]).amax(0)
+    return deviation, float((off[off > 0] / sizes[off > 0]).max())
 
 
 def _size(value: Any) -> float:
     """The largest finite absolute value."""
     if not isinstance(value, Tensor) or not value.numel():
         return 0.0
-    return float(_wide(value).abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    return float(_sizes(value).max())
+
+
+def _sizes(value: Tensor) -> Tensor:
+    return _wide(value).abs().nan_to_num(nan=0.0, posinf=0.0)
 
 
 def _is_same(one: Any, two: Any) -> bool:

@@ -99,9 +99,14 @@ class Record:
 
     The kinds are "output", "loss", "gradient", "input gradient", "parameter", "buffer" and
     "attribute".
+
+    Attributes:
+        size: the largest finite absolute number among the floating arguments and parameters: what
+            rounding is measured by where a value ought to be zero. 1 if there are none.
     """
 
     values: Mapping[Key, Any] = field(default_factory=dict)
+    size: float = 1.0
 
 
 def run_step(
@@ -133,6 +138,7 @@ def run_step(
         args, kwargs, _ = call.copy(dtype)
         model(*args, **kwargs)
         args, kwargs, leaves = call.copy(dtype)
+        size = _find_size([args, kwargs, *source.parameters()])
         if watch is None:
             output = model(*args, **kwargs)
         else:
@@ -152,7 +158,7 @@ def run_step(
         values["input gradient", path] = _detach(leaf.grad)
     for kind, path, value in iter_state(source):
         values[kind, path] = _detach(value)
-    return Record(values)
+    return Record(values, size)
 
 
 def weigh(output: Any) -> Tensor | None:
@@ -257,9 +263,22 @@ def _iter_attribute(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str
         items = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)]
         yield f"len({path})", len(value)
     else:
-        items = [(f"{path}.{key}", entry) for key, entry in getattr(value, "__dict__", {}).items()]
+        items = [(f"{path}.{key}", entry) for key, entry in _read_object(value).items()]
     for inner, entry in items:
         yield from _iter_attribute(entry, inner, seen)
+
+
+def _read_object(value: Any) -> dict[str, Any]:
+    """An object's own values, those in slots too."""
+    found: dict[str, Any] = {}
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else list(slots):
+            hidden = name.startswith("__") and not name.endswith("__")
+            real = f"_{cls.__name__.lstrip('_')}{name}" if hidden else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, real):
+                found[name] = getattr(value, real)
+    return {**found, **getattr(value, "__dict__", {})}
 
 
 @contextmanager
@@ -384,6 +403,16 @@ def _eps(dtype: torch.dtype) -> float:
 def _detach(value: Any) -> Any:
     value = as_dense(value)
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _find_size(values: Any) -> float:
+    sizes = [
+        float(leaf.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
+        for _, leaf in iter_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided
+        if (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_nested
+    ]
+    return max(sizes, default=0.0) or 1.0
 
 
 def _is_packed(value: Any) -> bool:

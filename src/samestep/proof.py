@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from samestep.errors import SplitError
 from samestep.findings import Report, Trial
 from samestep.module import DataParallel
-from samestep.observe import Call, copy_module, kept_random_state, run_step
+from samestep.observe import Call, copy_module, iter_state, kept_random_state, run_step
 from samestep.plan import SplitPlan
 from samestep.remedies import Candidate, Failing, list_candidates, search
 from samestep.replica import home_device
@@ -48,7 +48,8 @@ def check(
     """Run a model's step plainly and on several replicas, and say what differs and why.
 
     Compared are outputs, the loss, the gradients of parameters and inputs, and what forward left in
-    parameters, buffers and attributes. Dropout and the like are switched off for it.
+    parameters, buffers and attributes. Dropout is switched off for it, and other random functions
+    of torch return fixed numbers; the module's mode stays what it is.
 
     Args:
         model: the module itself, not wrapped, in the mode (train or eval) to be checked.
@@ -61,7 +62,8 @@ def check(
             the model's own device.
 
     Returns:
-        A report: print it; it is true if everything is equal.
+        A report: print it; it is true if the batch was cut, and everything is equal. What could
+        not be looked at (see ``unproven``) makes it false.
 
     Raises:
         TypeError: ``model`` is no module, is wrapped already, or cannot be copied; an option is
@@ -126,8 +128,46 @@ def _look(trials: Trials, counts: Sequence[int], options: dict[str, Any]) -> Rep
         drawing=tuple(trials.drawing),
         advice=tuple(dict.fromkeys(advice)),
         comparable=not trials.forms_only,
-        notes=tuple(trials.notes),
+        notes=tuple(_list_notes(trials, found)),
+        unproven=tuple(_list_unproven(trials, found)),
     )
+
+
+_UNCUT = "the batch was never cut, so this proves nothing"
+
+
+def _list_unproven(trials: Trials, found: Sequence[Trial]) -> list[str]:
+    """Why a report in which all is equal is no proof."""
+    reasons = list(trials.unproven)
+    if trials.untold:
+        names = ", ".join(sorted(trials.untold)[:4])
+        reasons.append(f"which rows random numbers are for cannot be told: {names}")
+    if any(trial.error or len(trial.sizes) > 1 for trial in found):
+        return reasons
+    return [_UNCUT, *reasons]
+
+
+def _list_notes(trials: Trials, found: Sequence[Trial]) -> list[str]:
+    notes = list(trials.notes)
+    if _UNCUT in _list_unproven(trials, found):
+        notes.insert(0, f"{_UNCUT}: give check more rows, and replicas of more than 1")
+    flags = [
+        path
+        for (kind, path), value in trials.plain.values.items()
+        if kind == "output" and _is_flag(value)
+    ]
+    if flags:
+        notes.append(
+            f"{', '.join(flags[:4])}: one flag or whole number for all rows, which may have been "
+            f"equal by chance; where shards do not agree, a call raises MergeError (see out_dims)"
+        )
+    return notes
+
+
+def _is_flag(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.dim() and not (value.is_floating_point() or value.is_complex())
+    return isinstance(value, int)  # bool, too
 
 
 def _mend(
@@ -155,7 +195,8 @@ def _mend(
     chosen, best, left = search(attempt, list_for, options, failing)
     advice = [str(one) for one in chosen]
     if left is None:
-        return [*advice, f"no option helps against this error: {first.error}"], best, frozenset()
+        reason = _find_leftovers(trials.model, plan.num_rows) or "no option helps"
+        return [*advice, f"{reason} against this error: {first.error}"], best, frozenset()
     if chosen and not left:
         still = [t.replicas for t in failed if trials.attempt(t.replicas, best) != frozenset()]
         but = f", but not for replicas {', '.join(map(str, still))}" if still else ""
@@ -275,6 +316,22 @@ def _explain(left: frozenset[tuple[str, str]], trials: Trials, mixing: Sequence[
             f"be whole, or the other way round?"
         )
     return advice
+
+
+def _find_leftovers(model: nn.Module, num_rows: int | None) -> str:
+    """What to do about state with a row for each of the batch: replicas get it whole."""
+    found = [
+        f"{path} {list(value.shape)}"
+        for kind, path, value in iter_state(model)
+        if kind in ("attribute", "buffer") and isinstance(value, Tensor)
+        if num_rows and num_rows in value.shape
+    ]
+    if not found:
+        return ""
+    return (
+        f"{', '.join(found[:4])}: it may hold the rows of an earlier call, and every replica gets "
+        f"it whole; reset this state or check a fresh module, which may help"
+    )
 
 
 def _explain_arguments(model: nn.Module, call: Call, count: int, options: dict[str, Any]) -> str:

@@ -41,7 +41,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 __all__ = [
     "Draws",
@@ -367,9 +368,20 @@ def _dropout(
     values, p, training, inplace = _dropout_arguments(*args, **{"inplace": inplace, **kwargs})
     if not training or not 0.0 < p < 1.0 or values.device.type != "cpu" or not values.numel():
         return func(*args, **kwargs)  # nothing to draw, or a p that torch will refuse
+    if _is_watched():
+        return _swapped(stream, func, args, kwargs)  # the same numbers
     noise = torch.empty_like(values).bernoulli_(1.0 - p, generator=stream.generator())
     noise.div_(1.0 - p)
     return values.mul_(noise) if inplace else values * noise
+
+
+def _is_watched() -> bool:
+    """Whether a function mode of the caller's is active: it must see dropout, not what we make of
+    it. Our own mode is off while it handles a call."""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def _dropout_arguments(

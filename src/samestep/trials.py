@@ -60,6 +60,8 @@ class Trials:
         decided: how equality is decided, in words.
         plain: the plain step.
         notes: what could not be done.
+        unproven: why an equal result is no proof.
+        untold: random numbers of which it cannot be told which rows they are for.
 
     Raises:
         Exception: whatever the plain step raises.
@@ -69,6 +71,10 @@ class Trials:
         self.model = model
         self.call = call
         self.notes: list[str] = []
+        self.unproven: list[str] = []
+        self._asked: dict[str, set[tuple[int, ...]]] = {}  # random numbers that plain runs drew
+        self._guessed: set[str] = set()
+        self.untold: set[str] = set()
         run_step(copy_module(model), self._given())  # the user's own step: what it raises is raised
         with _quiet():
             self._settle_gradients()
@@ -89,7 +95,7 @@ class Trials:
             self.notes.append("gradients of the inputs are compared only where they ask for one")
 
     def _settle_drawing(self) -> None:
-        self.silent: list[str] = []  # modules that are switched off
+        self.silent: list[str] = []  # modules that may have a setting to switch off
         self.is_still = self.forms_only = False
         self.drawing: list[str] = []
         found = find_drawing(copy_module(self.model), lambda model: run_step(model, self.call))
@@ -104,10 +110,17 @@ class Trials:
             self.is_still = not self.forms_only
         for name, sources in found.items():
             how = "switched off for comparing"
+            is_foreign = "'s random" in sources
             if name in left:
-                how = "NOT stopped" if self.forms_only else "constants in place of random numbers"
+                how = "fixed numbers in place of random ones"
+                if self.forms_only or is_foreign:
+                    how = "NOT stopped"
             self.drawing.append(f"{self.name(name)}, from {sources}; {how}")
+            if is_foreign and not self.forms_only:
+                self.unproven.append(f"{self.name(name)} draws from {sources}")
         if self.forms_only:
+            who = ", ".join(map(self.name, left))
+            self.unproven.append(f"{who} draws numbers, and only forms could be compared")
             self.notes.append(
                 "replicas draw other numbers than one device, and drawing cannot be stopped here: "
                 "compared were only the forms of outputs, gradients and state, and whether a run "
@@ -199,10 +212,7 @@ class Trials:
         except SplitError:
             return []  # said already
         if plan.num_shards < 2:
-            self.notes.append(
-                "the batch is never cut, so this proves nothing: give check more rows"
-            )
-            return []
+            return []  # said by whoever sees all trials
 
         def run(model: nn.Module, *, part: bool) -> None:
             args, kwargs, _ = self.call.copy(self._cast)  # a forward may write into them
@@ -216,7 +226,11 @@ class Trials:
             return model
 
         try:
-            with _quiet(), self._stillness(), use_default_dtype(self._cast):
+            with (
+                _quiet(),
+                NoDraws() if self.is_still else contextlib.nullcontext(),
+                use_default_dtype(self._cast),
+            ):
                 seed_all()
                 return find_mixing(
                     make,
@@ -264,8 +278,21 @@ class Trials:
         with self._stillness():
             return run_step(model, self.call, dtype, watch, seed)
 
-    def _stillness(self) -> contextlib.AbstractContextManager[Any]:
-        return NoDraws() if self.is_still else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _stillness(self) -> Iterator[None]:
+        """Fixed numbers in place of random ones, if the model draws still."""
+        if not self.is_still:
+            yield
+            return
+        with NoDraws(self._asked) as still:
+            yield
+        self.untold |= still.untold
+        for text in sorted(still.guessed - self._guessed):
+            self._guessed.add(text)
+            self.notes.append(
+                f"the numbers of {text} are compared as if rows were the outer of the two indices "
+                f"that one dim is made of; if they are the inner one, they differ"
+            )
 
     def _wrap(self, model: nn.Module, count: int, options: Options) -> DataParallel:
         return DataParallel(model, replicas=count, **options)
