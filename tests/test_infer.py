@@ -221,6 +221,49 @@ def test_lists_of_texts_are_rows():
     ]
 
 
+def test_lists_of_images_are_rows_where_the_model_says_so():
+    class Count(nn.Module):
+        def forward(self, images, scale=None):
+            return torch.tensor([image.shape[0] for image in images])
+
+    images = [torch.full((3, 2, 2), float(i)) for i in range(7)]
+    batches = [images[:3], images[3:]]  # three items, and three channels
+    model = DataParallel(Count().eval(), replicas=2, in_dims={"images": "rows"})
+    outputs = map_batches(model, batches, batch_size=4, call=lambda model, batch: model(batch))
+    assert [output.tolist() for output in outputs] == [[3] * 4, [3] * 3]
+    outputs = map_batches(model, [(batch, 1.0) for batch in batches], batch_size=4)
+    assert [output.tolist() for output in outputs] == [[3] * 4, [3] * 3]
+
+
+@pytest.mark.parametrize("nest", [list, lambda images: (images,), lambda images: {"x": images}])
+def test_a_list_of_images_or_columns_is_not_cut_anew_on_a_guess(nest):
+    images = nest([torch.ones(3, 2, 2)] * 5)
+    outputs = map_batches(
+        nn.Identity().eval(), [images], batch_size=2, call=lambda model, batch: batch
+    )
+    with pytest.raises(SplitError, match=r"5 rows, or columns of 3 .*in_dims=\{.*'rows'\}"):
+        list(outputs)
+
+
+def test_columns_that_are_positional_arguments_are_cut_anew():
+    class Sum(nn.Module):
+        def forward(self, one, other):
+            return one + other
+
+    batches = [[torch.arange(3.0), torch.arange(3.0)]] * 2
+    outputs = list(map_batches(Sum().eval(), batches, batch_size=4))
+    assert [output.tolist() for output in outputs] == [[0, 2, 4, 0], [2, 4]]
+
+
+def test_what_has_no_rows_and_differs_between_batches_cannot_be_cut_anew():
+    batches = [{"x": torch.ones(3), "scale": scale} for scale in (1.0, 2.0)]
+    with pytest.raises(SplitError, match=r"kwargs\['scale'\] .*not the same in all batches"):
+        list(regroup(iter(batches), 4))
+    batches = [{"x": torch.ones(rows), "mask": torch.eye(4)} for rows in (3, 4)]
+    with pytest.raises(SplitError, match=r"kwargs\['mask'\] .*does not count as before"):
+        list(regroup(iter(batches), 5))
+
+
 def test_a_batch_that_fits_is_handed_on_as_it_is():
     batch = (torch.ones(4, 2), "name")
     (found,) = regroup(iter([batch]), 4)
