@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 
 import pytest
@@ -16,6 +17,7 @@ from helpers import assert_alike, use_workers
 from torch import nn
 
 from samestep import DataParallel, SplitError, current_shard, map_batches, workers
+from samestep.errors import DrawWarning
 from samestep.regroup import regroup
 from samestep.whole import _Gate
 
@@ -648,6 +650,90 @@ def test_a_model_that_draws_nothing_leaves_the_generator_alone():
     state = torch.get_rng_state()
     list(map_batches(wrap(net, 2), batches))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Retrying(nn.Module):
+    """Draws only where the batch says so."""
+
+    def __init__(self, threshold=2.0):
+        super().__init__()
+        self.threshold = threshold
+        self.register_buffer("count", torch.zeros(()))
+        self.drop = nn.Dropout(0.5)
+        self.eval()
+        self.drop.train()
+
+    def forward(self, batch):
+        self.count += 1
+        if batch.max() < self.threshold:
+            return batch * self.count
+        drawn = self.drop(torch.ones(30)) + torch.rand(30)
+        return torch.cat([batch * self.count, drawn])
+
+
+def run_retrying(num_slots, *, draw=False):
+    torch.manual_seed(7)
+    batches = [torch.full((2,), float(i % 4)) for i in range(12)]
+    outputs = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for output in map_batches(wrap(Retrying(), num_slots), batches):
+            outputs.append(output)
+            if draw:
+                torch.rand(3), torch.manual_seed(len(outputs))
+    assert [w.category for w in caught] == [DrawWarning]
+    assert "batch 2 drew" in str(caught[0].message) or num_slots > 1
+    return outputs
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_a_model_that_draws_after_the_first_batch_gives_the_same_outputs_each_time(num_slots):
+    expected = run_retrying(1)
+    for draw in (False, True):
+        assert_alike(run_retrying(num_slots, draw=draw), expected, atol=0)
+    drawn = [output[2:] for output in expected if len(output) > 2]
+    assert len({tuple(values.tolist()) for values in drawn}) == len(drawn) == 6
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_batch_that_runs_again_is_as_it_was_although_forward_wrote_it(is_inference):
+    def forward(batch):
+        batch += 1
+        return batch + (torch.rand(2) if batch.max() > 2 else 0)
+
+    def load():
+        with torch.inference_mode(is_inference):
+            batches = [torch.full((2,), float(i)) for i in range(4)]
+        yield from batches
+
+    with pytest.warns(DrawWarning):
+        outputs = list(map_batches(wrap(Step(forward), 2), load()))
+    assert [int(output[0]) for output in outputs] == [1, 2, 3, 4]
+
+
+def test_a_first_write_to_a_batch_that_must_run_again_is_refused():
+    def forward(batch):
+        return batch if batch.max() < 1 else batch.add_(torch.rand(2))
+
+    batches = [torch.zeros(2), torch.ones(2)]
+    with pytest.raises(RuntimeError, match=r"changed its input in place.*clone the input"):
+        list(map_batches(wrap(Step(forward), 1), batches))
+
+
+def test_draws_of_the_loader_and_the_loop_change_no_output_and_warn_of_nothing():
+    def load(batches):
+        for batch in batches:
+            torch.rand(1)
+            yield batch
+
+    net, batches = make_net(), make_batches()
+    with torch.inference_mode():
+        expected = [net(batch) for batch in batches]
+    outputs = []
+    for output in map_batches(wrap(net, 2), load(batches)):
+        torch.rand(1)
+        outputs.append(output)
+    assert_alike(outputs, expected, atol=0)
 
 
 def test_lazy_parameters_get_their_shape_from_the_first_batch_and_can_train():
