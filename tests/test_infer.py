@@ -247,6 +247,14 @@ def test_a_list_of_images_or_columns_is_not_cut_anew_on_a_guess(nest):
         list(outputs)
 
 
+def test_columns_of_torchs_default_collate_are_cut_anew_whatever_call_is():
+    rows = torch.arange(6.0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows, rows), 3)
+    model = nn.Identity().eval()
+    outputs = map_batches(model, loader, batch_size=4, call=lambda model, batch: model(batch[1]))
+    assert [len(output) for output in outputs] == [4, 2]
+
+
 def test_columns_that_are_positional_arguments_are_cut_anew():
     class Sum(nn.Module):
         def forward(self, one, other):
@@ -691,6 +699,8 @@ def test_a_model_that_draws_after_the_first_batch_gives_the_same_outputs_each_ti
     expected = run_retrying(1)
     for draw in (False, True):
         assert_alike(run_retrying(num_slots, draw=draw), expected, atol=0)
+    # What the first of the two runs wrote is not there in the second.
+    assert [int(output[0]) for output in expected] == [i % 4 for i in range(12)]
     drawn = [output[2:] for output in expected if len(output) > 2]
     assert len({tuple(values.tolist()) for values in drawn}) == len(drawn) == 6
 
@@ -720,20 +730,21 @@ def test_a_first_write_to_a_batch_that_must_run_again_is_refused():
         list(map_batches(wrap(Step(forward), 1), batches))
 
 
-def test_draws_of_the_loader_and_the_loop_change_no_output_and_warn_of_nothing():
-    def load(batches):
-        for batch in batches:
-            torch.rand(1)
-            yield batch
+def test_draws_of_other_threads_change_no_output_and_warn_of_nothing():
+    runs = []
 
-    net, batches = make_net(), make_batches()
-    with torch.inference_mode():
-        expected = [net(batch) for batch in batches]
-    outputs = []
-    for output in map_batches(wrap(net, 2), load(batches)):
-        torch.rand(1)
-        outputs.append(output)
-    assert_alike(outputs, expected, atol=0)
+    def forward(batch):
+        other = threading.Thread(target=torch.rand, args=(1,))  # the loop's or the loader's
+        if runs:
+            other.start()
+            other.join()
+        runs.append(torch._C._len_torch_function_stack())
+        return batch + runs[-1]
+
+    batches = [torch.full((2,), float(i)) for i in range(4)]
+    outputs = list(map_batches(wrap(Step(forward), 2), batches))
+    assert [int(output[0]) for output in outputs] == [0, 1, 2, 3]  # the runs without interception
+    assert sorted(runs) == [0] * 4 + [1] * 3
 
 
 def test_lazy_parameters_get_their_shape_from_the_first_batch_and_can_train():

@@ -252,6 +252,12 @@ EMPTY = {
         None,
         [torch.ones(0, 3), [torch.zeros(0, dtype=torch.int64), ()]],
     ),
+    "a column in a list": (
+        lambda i: (torch.ones(3), [torch.ones(2)]),
+        None,
+        None,
+        [torch.ones(0, 3), [torch.ones(0, 2)]],
+    ),
     "one column": (lambda i: (torch.ones(1),), None, None, [torch.ones(0, 1)]),
     "a table that is whole": (
         lambda i: i,
