@@ -25,6 +25,7 @@ LAYERS = [
     ("how shards meet, how ranks do", "group rendezvous"),
     ("ideas made of these", "collectives split merge norm slices parcel position handover"),
     ("the shards of a call and the ranks that have them", "spread"),
+    ("a batch as a loader yields it", "batches"),
     ("the module as a slot sees it", "replica"),
     ("all of its replicas, and one that runs twice", "replicas recompute"),
     ("what a call leaves behind in the module", "changes"),

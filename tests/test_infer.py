@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 
 import pytest
@@ -16,6 +17,7 @@ from helpers import assert_alike, use_workers
 from torch import nn
 
 from samestep import DataParallel, SplitError, current_shard, map_batches, workers
+from samestep.errors import DrawWarning
 from samestep.regroup import regroup
 from samestep.whole import _Gate
 
@@ -219,6 +221,57 @@ def test_lists_of_texts_are_rows():
         ["c", "d"],
         ["e"],
     ]
+
+
+def test_lists_of_images_are_rows_where_the_model_says_so():
+    class Count(nn.Module):
+        def forward(self, images, scale=None):
+            return torch.tensor([image.shape[0] for image in images])
+
+    images = [torch.full((3, 2, 2), float(i)) for i in range(7)]
+    batches = [images[:3], images[3:]]  # three items, and three channels
+    model = DataParallel(Count().eval(), replicas=2, in_dims={"images": "rows"})
+    outputs = map_batches(model, batches, batch_size=4, call=lambda model, batch: model(batch))
+    assert [output.tolist() for output in outputs] == [[3] * 4, [3] * 3]
+    outputs = map_batches(model, [(batch, 1.0) for batch in batches], batch_size=4)
+    assert [output.tolist() for output in outputs] == [[3] * 4, [3] * 3]
+
+
+@pytest.mark.parametrize("nest", [list, lambda images: (images,), lambda images: {"x": images}])
+def test_a_list_of_images_or_columns_is_not_cut_anew_on_a_guess(nest):
+    images = nest([torch.ones(3, 2, 2)] * 5)
+    outputs = map_batches(
+        nn.Identity().eval(), [images], batch_size=2, call=lambda model, batch: batch
+    )
+    with pytest.raises(SplitError, match=r"5 rows, or columns of 3 .*in_dims=\{.*'rows'\}"):
+        list(outputs)
+
+
+def test_columns_of_torchs_default_collate_are_cut_anew_whatever_call_is():
+    rows = torch.arange(6.0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows, rows), 3)
+    model = nn.Identity().eval()
+    outputs = map_batches(model, loader, batch_size=4, call=lambda model, batch: model(batch[1]))
+    assert [len(output) for output in outputs] == [4, 2]
+
+
+def test_columns_that_are_positional_arguments_are_cut_anew():
+    class Sum(nn.Module):
+        def forward(self, one, other):
+            return one + other
+
+    batches = [[torch.arange(3.0), torch.arange(3.0)]] * 2
+    outputs = list(map_batches(Sum().eval(), batches, batch_size=4))
+    assert [output.tolist() for output in outputs] == [[0, 2, 4, 0], [2, 4]]
+
+
+def test_what_has_no_rows_and_differs_between_batches_cannot_be_cut_anew():
+    batches = [{"x": torch.ones(3), "scale": scale} for scale in (1.0, 2.0)]
+    with pytest.raises(SplitError, match=r"kwargs\['scale'\] .*not the same in all batches"):
+        list(regroup(iter(batches), 4))
+    batches = [{"x": torch.ones(rows), "mask": torch.eye(4)} for rows in (3, 4)]
+    with pytest.raises(SplitError, match=r"kwargs\['mask'\] .*does not count as before"):
+        list(regroup(iter(batches), 5))
 
 
 def test_a_batch_that_fits_is_handed_on_as_it_is():
@@ -605,6 +658,93 @@ def test_a_model_that_draws_nothing_leaves_the_generator_alone():
     state = torch.get_rng_state()
     list(map_batches(wrap(net, 2), batches))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Retrying(nn.Module):
+    """Draws only where the batch says so."""
+
+    def __init__(self, threshold=2.0):
+        super().__init__()
+        self.threshold = threshold
+        self.register_buffer("count", torch.zeros(()))
+        self.drop = nn.Dropout(0.5)
+        self.eval()
+        self.drop.train()
+
+    def forward(self, batch):
+        self.count += 1
+        if batch.max() < self.threshold:
+            return batch * self.count
+        drawn = self.drop(torch.ones(30)) + torch.rand(30)
+        return torch.cat([batch * self.count, drawn])
+
+
+def run_retrying(num_slots, *, draw=False):
+    torch.manual_seed(7)
+    batches = [torch.full((2,), float(i % 4)) for i in range(12)]
+    outputs = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for output in map_batches(wrap(Retrying(), num_slots), batches):
+            outputs.append(output)
+            if draw:
+                torch.rand(3), torch.manual_seed(len(outputs))
+    assert [w.category for w in caught] == [DrawWarning]
+    assert "batch 2 drew" in str(caught[0].message) or num_slots > 1
+    return outputs
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_a_model_that_draws_after_the_first_batch_gives_the_same_outputs_each_time(num_slots):
+    expected = run_retrying(1)
+    for draw in (False, True):
+        assert_alike(run_retrying(num_slots, draw=draw), expected, atol=0)
+    # What the first of the two runs wrote is not there in the second.
+    assert [int(output[0]) for output in expected] == [i % 4 for i in range(12)]
+    drawn = [output[2:] for output in expected if len(output) > 2]
+    assert len({tuple(values.tolist()) for values in drawn}) == len(drawn) == 6
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_batch_that_runs_again_is_as_it_was_although_forward_wrote_it(is_inference):
+    def forward(batch):
+        batch += 1
+        return batch + (torch.rand(2) if batch.max() > 2 else 0)
+
+    def load():
+        with torch.inference_mode(is_inference):
+            batches = [torch.full((2,), float(i)) for i in range(4)]
+        yield from batches
+
+    with pytest.warns(DrawWarning):
+        outputs = list(map_batches(wrap(Step(forward), 2), load()))
+    assert [int(output[0]) for output in outputs] == [1, 2, 3, 4]
+
+
+def test_a_first_write_to_a_batch_that_must_run_again_is_refused():
+    def forward(batch):
+        return batch if batch.max() < 1 else batch.add_(torch.rand(2))
+
+    batches = [torch.zeros(2), torch.ones(2)]
+    with pytest.raises(RuntimeError, match=r"changed its input in place.*clone the input"):
+        list(map_batches(wrap(Step(forward), 1), batches))
+
+
+def test_draws_of_other_threads_change_no_output_and_warn_of_nothing():
+    runs = []
+
+    def forward(batch):
+        other = threading.Thread(target=torch.rand, args=(1,))  # the loop's or the loader's
+        if runs:
+            other.start()
+            other.join()
+        runs.append(torch._C._len_torch_function_stack())
+        return batch + runs[-1]
+
+    batches = [torch.full((2,), float(i)) for i in range(4)]
+    outputs = list(map_batches(wrap(Step(forward), 2), batches))
+    assert [int(output[0]) for output in outputs] == [0, 1, 2, 3]  # the runs without interception
+    assert sorted(runs) == [0] * 4 + [1] * 3
 
 
 def test_lazy_parameters_get_their_shape_from_the_first_batch_and_can_train():

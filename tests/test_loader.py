@@ -25,6 +25,7 @@ from torch.utils.data import (
 import samestep
 from samestep import loader as loader_module
 from samestep import split_loader
+from samestep.errors import SplitError
 from samestep.loader import rank_rows
 from samestep.plan import plan_sizes
 from samestep.randomness import find_moved, read_state, write_state
@@ -212,6 +213,185 @@ def test_a_rank_without_rows_gets_the_structure_with_no_rows():
     assert empty["x"].shape == (0, 3)
     assert empty["y"].dtype == torch.int64
     assert empty["name"] == []
+
+
+class Items(Dataset):
+    """Row i is what a function makes of i."""
+
+    def __init__(self, make, size=5):
+        self.make, self.size = make, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+def image(index, channels=3):
+    return torch.full((channels, 4, 4 + index % 2), float(index))
+
+
+EMPTY = {
+    "texts by default": (lambda i: f"row {i}", None, None, []),
+    "texts": (lambda i: f"row {i}", list, None, []),
+    "a tuple of texts": (lambda i: f"row {i}", tuple, None, ()),
+    "0-dim tensors": (lambda i: torch.tensor(float(i)), list, None, []),
+    "images": (image, list, None, []),
+    "grey images": (lambda i: image(i, 1), list, None, []),
+    "dicts": (lambda i: {"x": torch.ones(1)}, list, None, []),
+    "images and boxes": (
+        lambda i: (image(i), {"boxes": torch.ones(1, 4)}),
+        lambda rows: tuple(zip(*rows, strict=True)),
+        None,
+        ((), ()),
+    ),
+    "columns": (
+        lambda i: (torch.ones(3), (i, f"row {i}")),
+        None,
+        None,
+        [torch.ones(0, 3), [torch.zeros(0, dtype=torch.int64), ()]],
+    ),
+    "a column in a list": (
+        lambda i: (torch.ones(3), [torch.ones(2)]),
+        None,
+        None,
+        [torch.ones(0, 3), [torch.ones(0, 2)]],
+    ),
+    "one column": (lambda i: (torch.ones(1),), None, None, [torch.ones(0, 1)]),
+    "a table that is whole": (
+        lambda i: i,
+        lambda rows: (torch.tensor(rows), torch.ones(1, 2)),
+        {"table": None},
+        (torch.zeros(0, dtype=torch.int64), torch.ones(1, 2)),
+    ),
+    "rows on another dim": (
+        lambda i: i,
+        lambda rows: {"x": torch.ones(1, len(rows)), "table": [1]},
+        {"x": 1, "table": None},
+        {"x": torch.ones(1, 0), "table": [1]},
+    ),
+    "a list whose items the model takes for rows": (
+        lambda i: torch.ones(1, 2),
+        list,
+        {"x": "rows"},
+        [],
+    ),
+}
+
+
+class TwoArguments(torch.nn.Module):
+    def forward(self, x, table=None):
+        return x
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_rank_without_rows_gets_lists_without_items(name):
+    make, collate, in_dims, expected = EMPTY[name]
+    loader = DataLoader(Items(make), batch_size=4, collate_fn=collate)
+    model = make_model(3, TwoArguments(), replicas=3, in_dims=in_dims)
+    _, found = split_for(2, 3, loader, model)
+    assert type(found) is type(expected)
+    assert equal_trees(found, expected)
+
+
+def equal_trees(found, expected):
+    if isinstance(expected, torch.Tensor):
+        return found.shape == expected.shape and found.dtype == expected.dtype
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(
+            equal_trees(found[key], expected[key]) for key in expected
+        )
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(equal_trees, found, expected))
+    return found == expected
+
+
+def cut_whole(batch, in_dims=None, num_ranks=2, module=None):
+    """What each rank gets of a batch that all of them read."""
+    parts = []
+    for rank in range(num_ranks):
+        model = make_model(num_ranks, module or TwoArguments(), replicas=num_ranks, in_dims=in_dims)
+        (part,) = split_for(rank, num_ranks, [batch], model)
+        parts.append(part)
+    return parts
+
+
+def test_whole_batches_of_texts_are_cut_by_items():
+    assert cut_whole(["a", "b", "c"]) == [["a", "b"], ["c"]]
+    assert cut_whole(("a", "b", "c")) == [("a", "b"), ("c",)]
+    assert cut_whole((["a", "b", "c"], [1, 2, 3])) == [(["a", "b"], [1, 2]), (["c"], [3])]
+    assert cut_whole({"x": ["a", "b"], "n": 7}) == [{"x": ["a"], "n": 7}, {"x": ["b"], "n": 7}]
+
+
+def test_whole_batches_of_images_are_cut_as_the_model_says():
+    images = [image(0) for _ in range(5)]
+    targets = [{"boxes": torch.ones(3, 4)} for _ in images]
+    first, second = cut_whole(images, {"x": "rows"})
+    assert [*first, *second] == images
+    assert len(first) == 3
+    both = {"x": "rows", "table": "rows"}
+    for batch in ((images, targets), [images, targets], (tuple(images), tuple(targets))):
+        (ours, their), (rest, others) = cut_whole(batch, both)
+        assert [*ours, *rest] == images
+        assert [*their, *others] == targets
+    first, second = cut_whole({"x": images, "table": targets}, both)
+    assert first["x"] + second["x"] == images
+
+
+@pytest.mark.parametrize("in_dims", [{"x": None}, {0: None}, [None]])
+def test_a_mask_before_the_rows_stays_whole_if_the_model_says_so(in_dims):
+    mask, rows = torch.eye(3), torch.arange(8)
+    for batch in ((mask, rows), [mask, rows]):
+        parts = cut_whole(batch, in_dims)
+        assert all(torch.equal(part[0], mask) for part in parts)
+        assert [part[1].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_what_in_dims_says_of_arguments_that_no_batch_has_is_left_out():
+    class Three(torch.nn.Module):
+        def forward(self, x, y=None, z=None, **others):
+            return x
+
+    said = {"z": 1, "extra": None, 1: 1}
+    assert [len(part) for part in cut_whole(torch.ones(4), said, module=Three())] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.ones(3, 8, 8) for _ in range(5)],
+        [torch.ones(3, 8, 8), torch.zeros(3, 9, 7)],
+        ([torch.ones(3, 8, 8)] * 5,),
+        (tuple(torch.ones(3, 8, 8) for _ in range(5)), ({"label": 1},) * 5),
+        [{"x": torch.ones(3)}, {"x": torch.ones(3)}],
+        {"x": [torch.ones(3, 8, 8)] * 2},
+    ],
+)
+def test_a_list_of_rows_or_columns_is_refused_with_the_remedy(batch):
+    with pytest.raises(SplitError, match=r"may hold . rows, or columns of 3 rows each.*'rows'\}"):
+        cut_whole(batch)
+
+
+def test_columns_that_agree_are_cut_where_they_are_known_to_be_columns():
+    x = torch.arange(8.0).view(4, 2)
+    assert [len(part[0]) for part in cut_whole((x, x))] == [2, 2]
+    assert [len(part[0]) for part in cut_whole([x, x], in_dims=0)] == [2, 2]
+    assert [len(part[0]) for part in cut_whole([x, torch.arange(4)])] == [2, 2]
+    assert [len(part["y"]) for part in cut_whole({"x": [x, x], "y": x})] == [2, 2]
+
+    class Pairs(IterableDataset):
+        def __iter__(self):
+            return iter((row, row) for row in x)
+
+    split = split_for(0, 2, DataLoader(Pairs(), batch_size=4))
+    assert [column.tolist() for column in next(iter(split))] == [x[:2].tolist()] * 2
+
+
+def test_whole_batches_without_rows_are_refused():
+    for batch in (1.0, {"a": torch.tensor(1.0)}, (["a"], ["b", "c"])):
+        with pytest.raises(SplitError, match=r"nothing that counts rows.*in_dims="):
+            cut_whole(batch)
 
 
 def test_generators_are_drawn_from_when_the_plain_loader_draws():

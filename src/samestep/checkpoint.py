@@ -69,7 +69,7 @@ def save(
     return when the file is safe, or all raise.
 
     Args:
-        path: the file; its folder must exist.
+        path: the file; its folder must exist. Of a symbolic link the target is written.
         model, optimizer, scheduler, scaler: anything with ``state_dict()``. A ``DataParallel`` has
             the keys of its module.
         loader: what :func:`samestep.split_loader` returned, or another loader with
@@ -79,7 +79,7 @@ def save(
             waits for it at its end and at the next ``save`` or ``load``.
         process_group: the torch.distributed group whose ranks call this; None: all.
         more: by name, further objects with ``state_dict()``, and values: numbers, text, tensors,
-            lists and dicts of them.
+            lists and dicts of them. numpy's scalars come back as Python's numbers.
 
     Returns:
         None. With ``background=True`` a handle: ``wait()`` returns when the file is safe and raises
@@ -88,7 +88,9 @@ def save(
 
     Raises:
         TypeError: an object has no ``state_dict()``, or something in a state or value could not be
-            read back by ``torch.load(weights_only=True)``; nothing was written.
+            read back by ``torch.load(weights_only=True)``, or is on the meta device; nothing was
+            written.
+        IsADirectoryError, FileNotFoundError: ``path`` is a folder, or its folder does not exist.
         OSError: the file could not be written; the old one is as it was.
         RankError: rank 0 failed; raised on the other ranks.
 

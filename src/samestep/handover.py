@@ -37,7 +37,8 @@ class Found(NamedTuple):
 
 def _read(path: Path) -> Found:
     faults: list[str] = []
-    for candidate in find_candidates(path):
+    candidates = find_candidates(path)
+    for candidate in candidates:
         try:
             data = read_sealed(candidate)
         except FileNotFoundError:
@@ -45,7 +46,7 @@ def _read(path: Path) -> Found:
         except (DamagedError, OSError) as error:
             faults.append(f"{candidate}: {error}")
             continue
-        if candidate == path:
+        if candidate == candidates[0]:
             return Found("read", "", len(data), data)
         reason = "; ".join(faults) or "it is not there, which a crash can leave behind"
         text = f"using {candidate} in place of {path}: {reason}"

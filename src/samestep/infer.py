@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep.batches import Form, is_collated
 from samestep.context import use_num_threads
 from samestep.devices import Device, resolve_device
 from samestep.lookahead import Lookahead
@@ -71,7 +72,8 @@ def map_batches(
         progress: True: a bar (tqdm if it is installed); or a function that is called with the
             figures so far (``num_batches``, ``num_rows``, ``seconds``, ``total``) per output.
         batch_size: rows. The stream of rows is cut anew into batches of this size, the last one
-            smaller; None: batches as they come. Rows are counted on the wrapper's ``dim``.
+            smaller; None: batches as they come. Rows are found as in :func:`split_loader`; a list
+            that is the batch holds positional arguments, unless ``call`` is given.
         call: ``call(model, batch)`` returns the output, where ``model`` is a replica. Default: a
             tuple or list becomes positional arguments, a mapping keyword arguments, anything else
             the only argument.
@@ -85,7 +87,8 @@ def map_batches(
 
     Raises:
         TypeError, ValueError: an argument that cannot be met, at once.
-        SplitError: in the iteration: a batch has no rows to count, for ``batch_size``.
+        SplitError: in the iteration, for ``batch_size``: a batch has no rows to count, or it is
+            not clear whether a list holds rows or columns.
         BaseException: in the iteration: what the loader, ``call`` or the model raised, with a note
             that names the batch, after the outputs of the batches before it (if ``ordered``).
 
@@ -131,10 +134,13 @@ def map_batches(
         call or _call,
         target,
     )
+    form = wrapper._samestep_runtime.form(wrapper.module)._replace(
+        is_collated=is_collated(loader), is_unpacked=call is None
+    )
     limit = max_in_flight or _AHEAD * len(inference.slots)
     if inference.comm.num_ranks == 1:
-        return _iterate(inference, loader, meter, batch_size, limit, ordered)
-    return _iterate_together(inference, loader, meter, batch_size, limit)
+        return _iterate(inference, loader, meter, batch_size, form, limit, ordered)
+    return _iterate_together(inference, loader, meter, batch_size, form, limit)
 
 
 def _iterate(
@@ -142,6 +148,7 @@ def _iterate(
     loader: Iterable[Any],
     meter: Meter,
     batch_size: int | None,
+    form: Form,
     limit: int,
     ordered: bool,
 ) -> Generator[Any]:
@@ -153,7 +160,7 @@ def _iterate(
         meter.start()
         batches = iter(loader)
         if batch_size is not None:
-            batches = regroup(batches, batch_size, inference.dim)
+            batches = regroup(batches, batch_size, form)
         comm = inference.comm
         mine = itertools.islice(enumerate(batches), comm.rank, None, comm.num_ranks)
         ahead = Lookahead(mine, limit=limit, ordered=ordered)
@@ -185,10 +192,11 @@ def _iterate_together(
     loader: Iterable[Any],
     meter: Meter,
     batch_size: int | None,
+    form: Form,
     limit: int,
 ) -> Iterator[Any]:
     """The same on several ranks: this rank's batches here, everyone's outputs for the caller."""
-    own = _iterate(inference, loader, meter, batch_size, limit, True)
+    own = _iterate(inference, loader, meter, batch_size, form, limit, True)
     with contextlib.closing(own):
         yield from share_rounds(own, inference.comm, lambda: inference.draws)
 

@@ -25,19 +25,20 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from samestep.batches import Form, empty_batch, is_collated, plan_batch
 from samestep.devices import owner_of_slot
+from samestep.errors import SplitError
 from samestep.module import DataParallel
 from samestep.plan import plan_sizes
 from samestep.position import Tape, check_position, start_of_epoch
 from samestep.randomness import State, read_state, seed_all, write_state
 from samestep.rendezvous import find_comm
-from samestep.split import cut, plan_split
+from samestep.rows import describe_value
 
 __all__ = ["SplitLoader", "rank_rows", "split_loader"]
 
@@ -59,8 +60,10 @@ def split_loader(
     Args:
         loader: a ``DataLoader``, or any iterable of batches. Of a ``DataLoader`` over a map-style
             dataset only this rank's rows are fetched; other batches are read whole and cut.
-        model: the wrapper that K and the split are taken from. With ``batch="global"`` it takes
-            whole batches, so nothing is cut then, and only the position is kept.
+        model: the wrapper that K, ``split``, ``dim`` and ``in_dims`` are taken from; what
+            ``in_dims`` says of a parameter holds for the batch's item of that position or name.
+            With ``batch="global"`` it takes whole batches, so nothing is cut then, and only the
+            position is kept.
         replicas: K, if there is no ``model``; None: one per rank.
         split: sizes of the shards, as in ``DataParallel``, if there is no ``model``.
         process_group: the torch.distributed group whose ranks share the batches; None: all.
@@ -77,6 +80,8 @@ def split_loader(
         ValueError: the loader's sampler already gives each rank other rows, or its batches come in
             no fixed order (``in_order=False``); ``replicas``, ``split`` or ``process_group``
             contradict ``model``.
+        SplitError: in the iteration: a batch that is read whole has no rows to count, or it is not
+            clear whether a list holds rows or columns.
 
     Exactness:
         The same rows in the same order for every number of ranks. What rows *draw* while they are
@@ -96,20 +101,22 @@ def split_loader(
     if model is not None and not isinstance(model, DataParallel):
         raise TypeError(f"model must be a samestep.DataParallel, got {type(model).__name__}")
     comm = find_comm(process_group)
-    rank, num_ranks, dim = comm.rank, comm.num_ranks, 0
+    rank, num_ranks, form = comm.rank, comm.num_ranks, Form()
     if model is not None:
         options = model._samestep_options
         split = split if isinstance(split, str) else tuple(split)
         _check_agrees("replicas", replicas, None, model.num_replicas)
         _check_agrees("split", split, "chunk", options.split)
         _check_agrees("the number of ranks", num_ranks, None, options.num_ranks)
-        replicas, split, dim = model.num_replicas, options.split, options.dim
+        replicas, split = model.num_replicas, options.split
+        form = model._samestep_runtime.form(model.module)
         if options.batch == "global":
             rank, num_ranks = 0, 1  # every rank passes the whole batch
     _check_loader(loader)
+    form = form._replace(is_collated=is_collated(loader))
     num_slots = comm.num_ranks if replicas is None else replicas
     plan_sizes(1, num_slots, split)  # refuses what does not fit now, not in the first epoch
-    return SplitLoader(loader, _Share(num_slots, split, rank, num_ranks, dim))
+    return SplitLoader(loader, _Share(num_slots, split, rank, num_ranks, form))
 
 
 def rank_rows(
@@ -136,7 +143,7 @@ class _Share(NamedTuple):
     split: str | Sequence[float]
     rank: int
     num_ranks: int
-    dim: int
+    form: Form
 
     @property
     def is_all(self) -> bool:
@@ -146,22 +153,19 @@ class _Share(NamedTuple):
         return rank_rows(num_rows, self.num_slots, self.split, self.rank, self.num_ranks)
 
     def cut(self, batch: Any) -> Any:
-        """Return this rank's rows of a batch; one without rows is everybody's."""
-        return batch if self.is_all else _take(batch, self.dim, self.rows)
-
-    def cut_to_none(self, batch: Any) -> Any:
-        return _take(batch, self.dim, lambda num_rows: (0, 0))
-
-
-def _take(batch: Any, dim: int, choose: Callable[[int], tuple[int, int]]) -> Any:
-    """Return the rows of a nested batch from start to stop."""
-    plan = plan_split((batch,), {}, num_slots=1, dim=dim)
-    if not plan.num_rows:
-        return batch
-    start, stop = choose(plan.num_rows)
-    sizes = (start, stop - start, plan.num_rows - stop)
-    shards = cut(replace(plan, sizes=sizes, slots=(0, 1, 2)), (batch,), {})
-    return shards[1][0][0]
+        """Return this rank's rows of a batch."""
+        if self.is_all:
+            return batch
+        found = plan_batch(batch, self.form)
+        num_rows = found.plan.num_rows
+        if num_rows is None:
+            raise SplitError(
+                f"a batch ({describe_value(batch)}) holds nothing that counts rows, so it cannot "
+                "be cut into the ranks' own; let the loader yield tensors or lists, or say by "
+                "in_dims= of the DataParallel what has rows"
+            )
+        start, stop = self.rows(num_rows)
+        return found.cut((start, stop - start, num_rows - stop))[1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,7 +230,7 @@ class SplitLoader:
             if batches.cut_after:
                 batch = self._share.cut(batch)
             elif is_empty.popleft():
-                batch = self._share.cut_to_none(batch)
+                batch = empty_batch(batch, self._share.form)
             yield batch
 
     def _read(self, tape: Tape, iterator: Iterator[Any]) -> Iterator[Any]:

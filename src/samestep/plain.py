@@ -5,14 +5,16 @@ rest by name. Why: a checkpoint that only its own script can open, or that is fo
 the day it is needed, is none.
 
 Guarantees: what comes back can be read by ``torch.load(weights_only=True)``; a refusal names the
-place and the class. With ``copy=True`` no tensor shares memory with the original, and tensors that
-shared memory exactly (tied weights) still do.
+place and the class. A small view of a large tensor is only its own values. With ``copy=True`` no
+tensor shares memory with the original, and tensors that shared memory exactly (tied weights) still
+do.
 Must not: know what the values are for.
 """
 
 from __future__ import annotations
 
 import io
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -34,7 +36,8 @@ def to_plain(value: Any, path: str, *, copy: bool = False) -> Any:
         copy: take a snapshot: what happens to the original later does not matter.
 
     Raises:
-        TypeError: something in it could not be read back; the message says where it is.
+        TypeError: something in it could not be read back, or has no values (the meta device); the
+            message says where it is.
         ValueError: it is nested deeper than 100 levels, or holds itself.
 
     Example:
@@ -57,14 +60,15 @@ class _Walk:
         if cls in _ATOMS:
             return value
         if cls is Tensor or cls is nn.Parameter:
-            return self._tensor(value)
+            return self._tensor(value, path)
+        if _is_scalar(value):
+            return value.item()
         if depth > _MAX_DEPTH:
             raise ValueError(f"{path[:80]}... is nested deeper than {_MAX_DEPTH} levels")
         if cls is dict or cls is OrderedDict:
             plain = cls()
             for key, child in value.items():
-                _check_key(key, path)
-                plain[key] = self.walk(child, f"{path}[{key!r}]", depth + 1)
+                plain[_to_key(key, path)] = self.walk(child, f"{path}[{key!r}]", depth + 1)
             if cls is OrderedDict:  # a module's state_dict keeps the versions of its parts there
                 for name, extra in vars(value).items():
                     setattr(plain, name, self.walk(extra, f"{path}.{name}", depth + 1))
@@ -73,9 +77,14 @@ class _Walk:
             return cls(self.walk(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value))
         return _probe(value, path)
 
-    def _tensor(self, value: Tensor) -> Tensor:
+    def _tensor(self, value: Tensor, path: str) -> Tensor:
         plain = value.detach()
-        if not (self._copy or plain.device.type != "cpu"):
+        if plain.is_meta:
+            raise TypeError(
+                f"{path} is on the meta device and has no values to save; give the module its "
+                "memory and values first: module.to_empty(device=...), then load or initialise them"
+            )
+        if not (self._copy or plain.device.type != "cpu" or _is_part(plain)):
             return plain
         if plain.layout is not torch.strided:
             return plain.cpu().clone()
@@ -85,9 +94,27 @@ class _Walk:
         return self._copies[where]
 
 
-def _check_key(key: Any, path: str) -> None:
+def _is_part(tensor: Tensor) -> bool:
+    """Is its memory more than its own? torch.save would write all of it."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def _is_scalar(value: Any) -> bool:
+    """Is it one of numpy's numbers or texts, of which Python has the same?"""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic):
+        return False
+    return type(value.item()) in _ATOMS
+
+
+def _to_key(key: Any, path: str) -> Any:
+    if _is_scalar(key):
+        return key.item()
     if type(key) not in _ATOMS:
         _probe(key, f"the key {key!r} of {path}")
+    return key
 
 
 def _probe(value: Any, path: str) -> Any:

@@ -10,26 +10,27 @@ Must not: know models.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
+from samestep.batches import Form, join_batches, plan_batch
 from samestep.errors import SplitError
-from samestep.merge import merge
-from samestep.split import cut, plan_split
 
 __all__ = ["regroup"]
 
 
-def regroup(batches: Iterator[Any], size: int, dim: int = 0) -> Iterator[Any]:
+_PLAIN = Form()
+
+
+def regroup(batches: Iterator[Any], size: int, form: Form = _PLAIN) -> Iterator[Any]:
     """Cut a stream of batches anew into batches of ``size`` rows; the last one may be smaller.
 
     Args:
         batches: any nested values, all of one kind.
         size: rows.
-        dim: the tensor dimension that counts rows.
+        form: what is known of the batches.
 
     Raises:
-        SplitError: a batch has no rows to count.
+        SplitError: a batch has no rows to count, or a list may hold rows or columns.
 
     Exactness:
         The rows are those of ``batches``, bit for bit, in the same order. What has no rows and is
@@ -41,30 +42,28 @@ def regroup(batches: Iterator[Any], size: int, dim: int = 0) -> Iterator[Any]:
         [2, 2, 2, 1]
     """
     held: list[Any] = []
-    counts: list[int] = []
+    count = 0
     for batch in batches:
-        plan = plan_split((batch,), {}, num_slots=1, dim=dim)
-        if plan.num_rows is None and isinstance(batch, (list, tuple)):  # texts, for instance
-            plan = plan_split((batch,), {}, num_slots=1, dim=dim, in_dims={0: "rows"})
-        if plan.num_rows is None:
+        plan = plan_batch(batch, form)
+        num_rows = plan.plan.num_rows
+        if num_rows is None:
             raise SplitError(
                 f"batch_size={size} cuts the rows of the batches anew, but a batch "
                 f"({type(batch).__name__}) holds nothing that counts rows; leave batch_size out, "
                 f"or let the loader yield tensors or lists"
             )
-        sizes = _plan_pieces(plan.num_rows, size - sum(counts), size)
-        plan = replace(plan, sizes=tuple(sizes), slots=tuple(range(len(sizes))))
-        pieces = [args[0] for args, _ in cut(plan, (batch,), {})] if sizes else []
+        sizes = _plan_pieces(num_rows, size - count, size)
+        pieces = plan.cut(sizes) if sizes else []
         del batch
-        for piece, count in zip(pieces, sizes, strict=True):
-            held.append(piece)
-            counts.append(count)
-            if sum(counts) == size:
-                yield merge(held, counts, dim=dim, strict=True)
-                held, counts = [], []
-        del pieces
+        for piece, rows in zip(pieces, sizes, strict=True):
+            held.append((piece, plan))
+            count += rows
+            if count == size:
+                yield join_batches(held)
+                held, count = [], 0
+        del pieces, plan
     if held:
-        yield merge(held, counts, dim=dim, strict=True)
+        yield join_batches(held)
 
 
 # ---------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,6 +50,7 @@ __all__ = [
     "Stream",
     "Watch",
     "current_stream",
+    "read_default",
     "renew_lock",
     "set_current_stream",
     "use_stream",
@@ -98,6 +100,14 @@ class Draws:
         self._peek = peek
         self.state_after: Tensor | None = None  # of the default generator, after our one draw
 
+    @classmethod
+    def fixed(cls) -> Draws:
+        """Return a source whose seed comes of the default generator's state, without a draw."""
+        draws = cls()
+        digest = hashlib.blake2b(read_default(), digest_size=8).digest()
+        draws._seeds[id(_REAL)] = int.from_bytes(digest) >> 1
+        return draws
+
     @property
     def is_used(self) -> bool:
         """Whether a seed was drawn."""
@@ -146,6 +156,11 @@ class Stream:
         self._draws = draws
         self._index = index
         self._generators: dict[int, torch.Generator] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether numbers were asked of it."""
+        return bool(self._generators)
 
     def generator(self, user: torch.Generator | None = None) -> torch.Generator:
         """The shard's generator: of the default stream, or derived from ``user``."""
@@ -402,6 +417,11 @@ class _ThreadGenerator:
     def __getattr__(self, name: str) -> Any:
         stream = _current.stream
         return getattr(_REAL if stream is None else stream.generator(), name)
+
+
+def read_default() -> bytes:
+    """Return the default generator's state."""
+    return _read(_REAL.get_state())
 
 
 def _read(state: Tensor) -> bytes:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from samestep import rng, step
+from samestep.batches import Form
 from samestep.changes import Changes
 from samestep.comm import Comm
 from samestep.context import current_shard, must_run_plainly, use_num_threads
@@ -385,6 +386,12 @@ class Runtime:
             split=split,
             parameter_names=names,
         )
+
+    def form(self, module: nn.Module) -> Form:
+        """What the options say of the batches of a loader."""
+        options = self.options
+        names = () if options.in_dims is None else tuple(self.parameter_names(module, None))
+        return Form(options.dim, options.in_dims, names)
 
     def parameter_names(self, module: nn.Module, method: str | None) -> list[str]:
         """The names of a method's positional parameters."""

@@ -14,22 +14,35 @@ Must not: know what is in the file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
 import struct
+from collections import deque
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
-__all__ = ["DamagedError", "find_candidates", "read_sealed", "unpack", "write_sealed"]
+__all__ = [
+    "DamagedError",
+    "check_place",
+    "find_candidates",
+    "read_sealed",
+    "unpack",
+    "write_sealed",
+]
 
 _MARK = b"samestep sha256 "
 _SEAL = len(_MARK) + hashlib.sha256().digest_size
 # The last two bytes of a zip archive give the length of its comment, which torch leaves empty.
 _COMMENT = struct.pack("<H", _SEAL)
 _EMPTY = struct.pack("<H", 0)
+
+
+# Files that this process wrote, or read and found whole: they need not be read to be trusted.
+_whole: deque[tuple[int, ...]] = deque(maxlen=64)
 
 
 class DamagedError(Exception):
@@ -39,9 +52,16 @@ class DamagedError(Exception):
 def find_candidates(path: Path) -> list[Path]:
     """Return the files that may hold the newest state, in the order in which to try them.
 
-    The second is whole only if a crash came between its last byte and its renaming.
+    The second is whole only if a crash came between its last byte and its renaming. Of a symbolic
+    link they are the target and the files beside it.
     """
+    path = _follow(path)
     return [path, _writing(path), _previous(path)]
+
+
+def _follow(path: Path) -> Path:
+    """The file that a path means: renaming onto a link would put a file in its place."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _writing(path: Path) -> Path:
@@ -55,12 +75,16 @@ def _previous(path: Path) -> Path:
 def write_sealed(value: Any, path: Path) -> None:
     """Write ``value`` with ``torch.save`` so that ``path`` is the new file or still the old one.
 
-    The old one is kept as ``path`` + ``.previous``. On return the new one is on the disk, as far as
-    the operating system can tell.
+    The old one, if it is whole, is kept as ``path`` + ``.previous``. On return the new one is on
+    the disk, as far as the operating system can tell.
 
     Raises:
-        OSError: the folder does not exist, the disk is full, ...; ``path`` is as it was.
+        IsADirectoryError: ``path`` is a folder.
+        FileNotFoundError: its folder does not exist.
+        OSError: the disk is full, ...; in all these cases ``path`` is as it was.
     """
+    path = _follow(path)
+    check_place(path)
     writing = _writing(path)
     try:
         with writing.open("wb") as file:
@@ -69,16 +93,67 @@ def write_sealed(value: Any, path: Path) -> None:
             sealing.close()
             file.flush()
             os.fsync(file.fileno())
+            identity = _identify(file)
     except BaseException:
         with contextlib.suppress(OSError):
             writing.unlink()
         raise
     # From here on `writing` is whole, and so a candidate: a crash between these lines loses nothing
     # even if `path` was damaged.
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(path, _previous(path))
+    if _may_be_kept(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path, _previous(path))
     os.replace(writing, path)
+    _whole.append(identity)
     _sync_folder(path.parent)
+
+
+def check_place(path: Path) -> None:
+    """Refuse a path that no file can be written to.
+
+    Raises:
+        IsADirectoryError, FileNotFoundError: see :func:`write_sealed`.
+    """
+    path = _follow(path)
+    if path.is_dir():
+        raise IsADirectoryError(
+            errno.EISDIR, f"this is a folder, and a checkpoint is a file: {path / 'last.pt'}, say"
+        )
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"there is no folder {path.parent} to write {path.name} into; make it first: "
+            f"os.makedirs({str(path.parent)!r}, exist_ok=True)",
+        )
+
+
+def _may_be_kept(path: Path) -> bool:
+    """Is a file better than the one before it? A damaged one must not take a whole one's place."""
+    if not _previous(path).exists():
+        return True
+    try:
+        with path.open("rb") as file:
+            if _identify(file) in _whole:
+                return True
+            return _has_seal(file)
+    except OSError:
+        return False
+
+
+def _has_seal(file: Any) -> bool:
+    """Whether the seal is right, without holding the file in memory."""
+    rest = os.fstat(file.fileno()).st_size - _SEAL
+    digest = hashlib.sha256()
+    while rest > 0 and (piece := file.read(min(rest, 1 << 20))):
+        digest.update(piece)
+        rest -= len(piece)
+    return bool(file.read() == _MARK + digest.digest())
+
+
+def _identify(file: Any) -> tuple[int, ...]:
+    """What tells this version of a file from any other."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _sync_folder(folder: Path) -> None:
@@ -133,7 +208,9 @@ def read_sealed(path: Path) -> bytes:
         FileNotFoundError: there is no such file.
         DamagedError: it is cut short, changed, or was not written by :func:`write_sealed`.
     """
-    data = path.read_bytes()
+    with path.open("rb") as file:
+        identity = _identify(file)
+        data = file.read()
     body, seal = data[:-_SEAL], data[-_SEAL:]
     if not seal.startswith(_MARK):
         raise DamagedError(
@@ -141,6 +218,7 @@ def read_sealed(path: Path) -> bytes:
         )
     if hashlib.sha256(body).digest() != seal[len(_MARK) :]:
         raise DamagedError("its bytes are not those that were written")
+    _whole.append(identity)
     return data
 
 

@@ -11,6 +11,15 @@ What :mod:`samestep.habits` must learn of a module (does it draw random numbers?
 own parameters?) is seen by watching the default generator and the parameters. So the first batch
 runs alone, in the caller's thread; the workers start when it stands.
 
+[Note: late draws]
+A module may draw for the first time in a later batch (a sampler that retries, a branch on the
+data). Interception would close fast paths of torch and so change bits, therefore it stays off and
+the default generator is compared before and after each batch. If it moved, this batch drew, or
+another thread did: the loader's, the consumer's. So the batch runs again with interception. If that
+draws, its output counts, from the batch's own stream; else the first output does. Either way an
+output depends on the batch alone. Not seen: draws in compiled code, and by extensions that take no
+generator, if they begin after the first batch.
+
 [Note: state]
 A batch must not see what an earlier one left in the same replica, or outputs would depend on which
 slot ran what. So each replica is brought back to the source module after each batch.
@@ -20,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,14 +41,14 @@ from samestep.changes import collect, find_touched
 from samestep.context import CallerContext, Shard, ThreadGuard, has_modes, use_num_threads
 from samestep.devices import Slot, is_serial_forced, move_tensor
 from samestep.engine import Job, plan_runs
-from samestep.errors import RankError, note_shard
+from samestep.errors import DrawWarning, RankError, note_shard
 from samestep.functional import move
 from samestep.habits import Verdict
 from samestep.lookahead import Lookahead
 from samestep.options import Options
 from samestep.ranks import own_slots
 from samestep.replica import LazyError, Replica, home_device
-from samestep.rng import Draws, Stream, current_stream, set_current_stream
+from samestep.rng import Draws, Stream, current_stream, read_default, set_current_stream
 from samestep.split import SplitPlan, plan_split
 from samestep.tie import find_tensors, map_tensors
 
@@ -70,6 +80,9 @@ class WholeBatches:
         self._call, self._target = call, target
         self._drawing: Any = None  # how random numbers are ruled; None: not known yet
         self._draws = Draws()
+        self._late = Draws()  # of batches that draw although the first did not
+        self._has_warned = False
+        self._writes_input = False
         self._lent: Any = None
         self._own: dict[int, tuple[Any, set[int]]] = {}
         self._gate = _Gate()
@@ -114,7 +127,7 @@ class WholeBatches:
             else:
                 replica = self._replicas[place]
                 with self._passing(plan):
-                    output = self._run(replica, number, batch, rows)
+                    output = self._run_watched(replica, number, batch, rows)
                 self._set.restore(replica)
         except BaseException as error:
             guard.restore()
@@ -142,6 +155,7 @@ class WholeBatches:
             except LazyError:
                 return self._run_source(batch)
             replica = self._replicas[0]
+            kept = _Kept(batch, with_values=False)
             trial = self._habits.start(
                 self._source,
                 find_tensors(batch),
@@ -165,9 +179,38 @@ class WholeBatches:
             return self._run_source(batch)
         self._set.restore(replica)
         self._drawing = self._habits.drawing
+        self._writes_input = kept.has_changed()
         if self._drawing == "watch":
             self._draws = Draws(peek=True)
+            # Fixed now: what the script does to its generator later must not matter.
+            self._late = Draws.fixed()
         return output
+
+    def _run_watched(self, replica: Replica, number: int, batch: Any, rows: int | None) -> Any:
+        """See [Note: late draws]."""
+        if self._drawing != "watch" or self._habits.is_compiled:
+            return self._run(replica, number, batch, rows)
+        kept = _Kept(batch, with_values=self._writes_input)
+        before = read_default()
+        output = self._run(replica, number, batch, rows)
+        if read_default() == before:
+            return output
+        kept.put_back()
+        self._set.restore(replica)
+        stream = Stream(self._late, number)
+        again = self._run(replica, number, batch, rows, stream)
+        if not stream.is_used:
+            return output
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"batch {number} drew random numbers, which the first batch did not. Outputs are "
+                "repeatable all the same, but torch's default generator was moved before this was "
+                "seen: seed it anew after map_batches if the script draws from it",
+                DrawWarning,
+                stacklevel=2,
+            )
+        return again
 
     def _run_source(self, batch: Any) -> Any:
         """Let the source module see this batch, as in a plain loop."""
@@ -182,12 +225,22 @@ class WholeBatches:
             output = self._call(self._source, move(batch, home))
             return map_tensors(lambda tensor: move_tensor(tensor, self._target), output)
 
-    def _run(self, replica: Replica, number: int, batch: Any, rows: int | None) -> Any:
+    def _run(
+        self,
+        replica: Replica,
+        number: int,
+        batch: Any,
+        rows: int | None,
+        late: Stream | None = None,
+    ) -> Any:
         device, count = replica.slot.device, rows or 0
         # One shard of one: wrappers inside see that they run in parallel already.
         shard = Shard(0, 1, 0, count, count, device)
         forward = partial(self._forward, replica, batch)
-        job = Job(shard, forward, Stream(self._draws, number), self._drawing)
+        if late is None:
+            job = Job(shard, forward, Stream(self._draws, number), self._drawing)
+        else:
+            job = Job(shard, forward, late, "intercept")
         num_threads = self.num_threads if device.type == "cpu" else None
         with use_num_threads(num_threads, keep=not self.context.is_own_thread):
             return self.context.run(job, device)
@@ -220,6 +273,51 @@ class WholeBatches:
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+class _Kept:
+    """A batch that a forward may change in place, although it may have to run again.
+
+    Args:
+        with_values: keep copies; otherwise only of tensors that do not tell when they change.
+    """
+
+    def __init__(self, batch: Any, *, with_values: bool) -> None:
+        self._tensors = find_tensors(batch)
+        self._versions = [None if t.is_inference() else t._version for t in self._tensors]
+        self._copies = [
+            tensor.detach().clone() if with_values or version is None else None
+            for tensor, version in zip(self._tensors, self._versions, strict=True)
+        ]
+
+    def has_changed(self) -> bool:
+        """Whether a tensor was written, as far as is known."""
+        return any(
+            not torch.equal(tensor, copy)
+            if version is None and copy is not None
+            else tensor._version != version
+            for tensor, version, copy in self._each()
+        )
+
+    def put_back(self) -> None:
+        """Let the batch be as it was.
+
+        Raises:
+            RuntimeError: a tensor was written for the first time, and no copy of it was kept.
+        """
+        for tensor, version, copy in self._each():
+            if copy is not None:
+                with torch.inference_mode():
+                    tensor.copy_(copy)
+            elif tensor._version != version:
+                raise RuntimeError(
+                    "forward changed its input in place, which it did not do with the first batch, "
+                    "and the batch had to run again because random numbers were drawn meanwhile; "
+                    "clone the input in forward"
+                )
+
+    def _each(self) -> Iterator[tuple[Tensor, int | None, Tensor | None]]:
+        return zip(self._tensors, self._versions, self._copies, strict=True)
 
 
 class _Gate:
