@@ -19,7 +19,14 @@ def run_here(jobs):
 
 
 def run_in_threads(jobs):
-    threads = [threading.Thread(target=job) for job in jobs]
+    barrier = threading.Barrier(len(jobs))  # a thread that starts later may get an ended one's name
+
+    def work(job):
+        barrier.wait()
+        job()
+        barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(job,)) for job in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:
