@@ -654,6 +654,30 @@ def strided(group=None, kind="channels last", replicas=4):
     return digest(found, net.state_dict())
 
 
+def unaligned(group=None, batch="global", replicas=4):
+    """Rows of 20 bytes, so that most shards begin within a line of the cache."""
+    torch.manual_seed(0)
+    options = {} if group is None else {"process_group": group, "batch": batch}
+    data = torch.utils.data.TensorDataset(torch.randn(53, 5), torch.randn(53, 1))
+    model = samestep.DataParallel(Squares(), replicas=replicas, **options)
+    loader = torch.utils.data.DataLoader(data, batch_size=9, shuffle=True)
+    loader = samestep.split_loader(loader, model, process_group=group)
+    losses = []
+    for x, y in loader:
+        losses.append(model(x, y))
+        losses[-1].backward()
+    return digest(losses, [p.grad for p in model.parameters()], torch.get_rng_state())
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x, y):
+        return F.mse_loss(self.net(x), y)
+
+
 class Stores(nn.Module):
     """Leaves features on the module: the output itself, or another tensor."""
 

@@ -166,3 +166,40 @@ def test_intra_op_threads_are_those_asked_for():
     model = DataParallel(Count(), replicas=3, threads_per_replica=2)
     assert set(model(torch.ones(6, 1)).flatten().tolist()) == {2.0}
     assert torch.get_num_threads() == before
+
+
+def test_a_batch_of_one_row_has_the_threads_of_a_slot_in_backward_too():
+    # It is not cut; its backward ran with the caller's threads, and its bits depended on these.
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(torch.get_num_threads())
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(torch.get_num_threads())
+            return gradient * 1
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return nn.functional.dropout(Look.apply(self.layer(x)), 0.5)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        module, x = Looks(), torch.randn(1, 3)
+        torch.manual_seed(1)
+        out = DataParallel(module, replicas=4)(x)
+        out.sum().backward()
+        assert seen == [1, 1]
+        torch.manual_seed(1)
+        assert torch.equal(module(x), out)  # it draws what the plain module draws
+    finally:
+        torch.set_num_threads(before)

@@ -66,3 +66,12 @@ def test_after_one_rank_did_something_else_all_go_on(ranks, how):
     # A copy made in one rank, or a call that was made there only, put all later calls out of step.
     found = ranks.ask(2, "recover", how)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("batch", ["global", "local"])
+def test_rows_that_begin_anywhere_in_memory_have_the_same_bits(ranks, count, batch):
+    # A matrix product may depend on where its rows begin within 64 bytes; a rank's own rows began
+    # at 0, where in the whole batch they did not.
+    expected = rank_jobs.unaligned()
+    assert ranks.ask(count, "unaligned", batch) == [expected] * count

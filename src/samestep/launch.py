@@ -291,7 +291,11 @@ def report_failure(logs: Logs, error: ChildFailedError) -> int:
     if first.report and first.rank != 0:  # rank 0's is on the terminal already
         sys.stderr.write(first.report + "\n")
     how = describe_end(first)
-    verdict = "lost another rank, which failed first elsewhere" if first.is_echo else "failed first"
+    verdict = "failed first"
+    if first.is_echo:
+        verdict = "lost another rank, which failed first elsewhere"
+        if len(logs.stems) == logs.world_size:
+            verdict = "could not go on with the others (a RankError in each says why)"
     who = f"rank {first.rank} of {logs.world_size} on {socket.gethostname()}"
     say(f"{who} {verdict}: {how}, its output: {log}")
     return first.exit_status

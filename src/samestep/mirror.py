@@ -169,7 +169,8 @@ _MESSAGES = {
     "batch": (
         "{name} differs between rank 0 and rank {rank} in {place}: with batch='global' every rank "
         "passes the same whole batch. Is a shuffle unseeded, or does a DistributedSampler cut the "
-        "batches already? For batches that are cut: batch='local' and samestep.split_loader"
+        "batches already, or split_loader without its model? For batches that are cut: "
+        "batch='local' and samestep.split_loader(loader, model)"
     ),
 }
 

@@ -14,6 +14,9 @@ import dataclasses
 import itertools
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 from samestep.comm import Comm
 from samestep.context import Shard, make_shards
 from samestep.devices import Slot, owner_of_slot
@@ -22,7 +25,7 @@ from samestep.options import Options
 from samestep.plan import SplitPlan, join_single_rows, plan_sizes
 from samestep.spread import Spread
 
-__all__ = ["Call", "join_rows_within", "open_call", "own_slots"]
+__all__ = ["Call", "align_rows", "join_rows_within", "open_call", "own_slots"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +142,34 @@ def join_rows_within(call: Call, comm: Comm, options: Options, name: str) -> Cal
     return _make_call(comm, options, plan, call.cut, name)
 
 
+def align_rows(tensor: Tensor, start: int, dim: int) -> Tensor:
+    """Let a tensor of this rank's rows lie in memory as they would in the whole batch's.
+
+    Where a matrix begins within 64 bytes decides which kernels some libraries (MKL) take for its
+    ends, and so the last bits. A tensor that is a view of something larger is left alone: it lies
+    where it would.
+    """
+    is_own = tensor._base is None and tensor.storage_offset() == 0
+    if not (start and is_own and tensor.dim() > dim == 0 and tensor.is_contiguous()):
+        return tensor
+    if tensor.device.type != "cpu" or tensor.requires_grad or tensor.data_ptr() % _ALIGN:
+        return tensor
+    width = tensor.element_size()
+    offset = start * tensor.stride(0) * width % _ALIGN
+    if not offset or offset % width:
+        return tensor
+    memory = torch.empty(tensor.numel() + _ALIGN // width, dtype=tensor.dtype)
+    skipped = (offset - memory.data_ptr()) % _ALIGN // width
+    moved = memory[skipped : skipped + tensor.numel()].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+_ALIGN = 64  # bytes: a line of the processor's cache, at which torch's allocator begins
 
 
 def _make_call(

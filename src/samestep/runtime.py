@@ -47,7 +47,7 @@ from samestep.mirror import Mirror
 from samestep.norm import has_batch_norm, is_norm_refusal
 from samestep.options import Options
 from samestep.plan import SplitPlan
-from samestep.ranks import Call, join_rows_within, open_call, own_slots
+from samestep.ranks import Call, align_rows, join_rows_within, open_call, own_slots
 from samestep.rendezvous import find_comm
 from samestep.replica import LazyError, home_device
 from samestep.replicas import ReplicaSet
@@ -145,9 +145,8 @@ class Runtime:
         self, module: nn.Module, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if current_shard() is not None or must_run_plainly():
-            return self._call_source(
-                module, method, args, kwargs
-            )  # already parallel, or torch.func's
+            # Already parallel, or torch.func's.
+            return self._call_source(module, method, args, kwargs)
         with self.lock:
             call = self._open(module, method, args, kwargs)
             if self._is_plain(module, call):
@@ -183,15 +182,12 @@ class Runtime:
         options = self.options
         if call.spread.is_local or call.plan.num_shards > 1 or options.recompute:
             return False
+        if torch.is_grad_enabled() and call.plan.sizes and len(options.slots) > 1:
+            return False  # its backward, too, must have the threads of a slot
         return not call.spread.is_alone or options.slots[0].device == home_device(module)
 
     def _step(
-        self,
-        module: nn.Module,
-        call: Call,
-        method: str | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, module: nn.Module, call: Call, method: str | None, args: Any, kwargs: Any
     ) -> Any:
         options = self.options
         spread = call.spread
@@ -215,8 +211,8 @@ class Runtime:
         eager = self._eager(call, method)
         # Before the forwards, which may write what is compared.
         mirrored = self._mirrored(module, spread, args, kwargs)
-        # One device would not cut such a batch; only one rank can call the module, though.
-        is_plain = spread.is_local and call.plan.num_shards == 1
+        # One device would not cut such a batch: its one shard draws as the plain module would.
+        is_plain = call.plan.num_shards == 1
         if is_plain:
             trial.draw_plainly()
         try:
@@ -282,6 +278,8 @@ class Runtime:
             return list(scatter((args, kwargs), options.slots, plan=call.plan, only=mine))
         inverse = 1 / (call.spread.weight or 1)
         args, kwargs = map_tensors(lambda t: scale_gradient(t, inverse), (args, kwargs))
+        first = call.own_rows.start
+        args, kwargs = map_tensors(lambda t: align_rows(t, first, options.dim), (args, kwargs))
         shards: list[Any] = [None] * call.plan.num_shards
         if call.cut is not None:
             shards[mine.start : mine.stop] = scatter((args, kwargs), options.slots, plan=call.cut)
