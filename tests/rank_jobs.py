@@ -794,6 +794,10 @@ class TakesTwo(nn.Module):
     def forward(self, x, other):
         return x * 2
 
+    def extra_repr(self):
+        """What is another text in every process."""
+        return f"{object()}, {object}, { {'a', 'b', 'c', 'd', 'e'} }"
+
 
 def recover(group, how):
     """Rank 1 does something else for once; afterwards all go on."""

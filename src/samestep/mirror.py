@@ -14,6 +14,7 @@ Must not: change anything after the start.
 from __future__ import annotations
 
 import random
+import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -109,8 +110,8 @@ class Mirror:
             self._forms.clear()
         self._forms.add(form)
         own = {
-            "setting": {"arguments of DataParallel": str(setting)},
-            "form": _read_form(module) | {"submodules and their settings": repr(module)},
+            "setting": {"arguments of DataParallel": _sum_text(str(setting))},
+            "form": _read_form(module) | {"submodules and their settings": _sum_text(repr(module))},
             "module": _sum_module(module),
             "batch": {} if spread.is_local else _sum_batch(batch, None),
         }
@@ -199,6 +200,12 @@ def _read_form(module: nn.Module) -> Sums:
     modes = bytes(child.training for child in module.modules())
     needs = bytes(parameter.requires_grad for parameter in module.parameters())
     return {"modes of submodules": zlib.crc32(modes), "requires_grad": zlib.crc32(needs)}
+
+
+def _sum_text(text: str) -> int:
+    """A checksum of a description, but for addresses and for the order in which sets are shown:
+    these are other ones in every process."""
+    return zlib.crc32("".join(sorted(re.sub("0x[0-9a-fA-F]+", "", text))).encode())
 
 
 def _sum_batch(batch: Any, turn: int | None) -> Sums:
