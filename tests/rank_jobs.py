@@ -796,7 +796,7 @@ class TakesTwo(nn.Module):
 
     def extra_repr(self):
         """What is another text in every process."""
-        return f"{object()}, {object}, { {'a', 'b', 'c', 'd', 'e'} }"
+        return f"{object()}, cuda:{os.getpid()}, { {'a', 'b', 'c', 'd', 'e'} }"
 
 
 def recover(group, how):

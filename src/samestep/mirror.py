@@ -203,9 +203,9 @@ def _read_form(module: nn.Module) -> Sums:
 
 
 def _sum_text(text: str) -> int:
-    """A checksum of a description, but for addresses and for the order in which sets are shown:
-    these are other ones in every process."""
-    return zlib.crc32("".join(sorted(re.sub("0x[0-9a-fA-F]+", "", text))).encode())
+    """A checksum of a description, but for addresses, for devices' numbers (``cuda:1``) and for the
+    order in which sets are shown: these may be other ones in every process."""
+    return zlib.crc32("".join(sorted(re.sub("0x[0-9a-fA-F]+|:[0-9]+", "", text))).encode())
 
 
 def _sum_batch(batch: Any, turn: int | None) -> Sums:
