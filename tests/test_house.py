@@ -14,12 +14,12 @@ MAX_LINES = 450
 # From the ground up. A module may import our own modules only from layers before its own, so two of
 # one layer know nothing of each other.
 LAYERS = [
-    ("ground", "errors adapters devices segments snapshot progress trace timing tune"),
+    ("ground", "errors adapters devices segments snapshot progress trace tune"),
     ("what a container is", "tree"),
     ("what cutting and joining share", "rows dims"),
     (
         "one idea each",
-        "plan join reduce rng context workers lookahead comm follow graphs links wrapper "
+        "plan join reduce rng context workers lookahead comm follow graphs links timing wrapper "
         "randomness plain sealed",
     ),
     ("how shards meet, how ranks do", "group rendezvous"),

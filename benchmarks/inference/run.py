@@ -5,7 +5,6 @@ Usage: python benchmarks/inference/run.py [--models conv ...] [--blocks 14] [--s
 
 import argparse
 import copy
-import os
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _harness import Findings, compare, describe_machine, ratio
 
 from samestep import DataParallel, map_batches
+from samestep.devices import count_cores
 
 SLOWER = 4  # how many times the work of the others a slow slot does
 
@@ -105,7 +105,7 @@ def measure(name, num_batches, num_blocks):
     torch.manual_seed(0)
     net, shape = MODELS[name]()
     net.eval()
-    cores = len(os.sched_getaffinity(0))
+    cores = count_cores()
     batches = [torch.randn(shape) for _ in range(num_batches)]
     model = DataParallel(net, replicas=cores)
     nets = [copy.deepcopy(net) for _ in range(cores)]

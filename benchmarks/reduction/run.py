@@ -13,9 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _harness import Findings, compare, make_parser, median_ratio, ratio, single
 
+from samestep.devices import count_cores
 from samestep.engine import ThreadEngine
 from samestep.reduce import TreeSum, sum_lists, sum_slices
-from samestep.timing import count_cores
 
 NUM_SHARDS = 8
 

@@ -16,7 +16,7 @@ from _harness import Findings, Processes, compare, geometric_mean, make_parser, 
 from _models import MODELS, make, make_ddp, make_meeting_place, make_step
 
 import samestep
-from samestep.timing import count_cores
+from samestep.devices import count_cores
 
 COMPUTE_BOUND = ("res20", "lstm", "gpt", "caps")
 MIXES_ROWS = ("res20",)  # BatchNorm sees the shard's rows, ours as DDP's: not the plain loss

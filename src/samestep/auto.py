@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from samestep.context import current_shard, must_run_plainly, use_num_threads
-from samestep.devices import plan_slots
+from samestep.devices import count_cores, plan_slots
 from samestep.options import Options
 from samestep.randomness import read_accelerators, read_state, write_accelerators, write_state
 from samestep.replica import home_device
 from samestep.runtime import Runtime
 from samestep.tie import find_tensors, map_tensors
-from samestep.timing import Ratio, Step, compare, count_cores, ratio
+from samestep.timing import Ratio, Step, compare, ratio
 from samestep.tree import iter_leaves
 
 __all__ = [

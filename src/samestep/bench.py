@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.auto import list_settings
+from samestep.devices import count_cores
 from samestep.module import DataParallel
 from samestep.proof import find_target, parse_target
 from samestep.report import format_table
@@ -30,7 +31,6 @@ from samestep.timing import (
     Ratio,
     Step,
     compare,
-    count_cores,
     describe_machine,
     ratio,
     read_ticks,

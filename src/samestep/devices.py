@@ -20,6 +20,7 @@ from torch import Tensor
 
 __all__ = [
     "Slot",
+    "count_cores",
     "is_serial_forced",
     "move_tensor",
     "owner_of_slot",
@@ -47,6 +48,13 @@ def is_serial_forced() -> bool:
     if text not in ("", "0", "1"):
         raise ValueError(f"{ENV_SERIAL} must be 1 or 0, got {text!r}")
     return text == "1"
+
+
+def count_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def resolve_device(device: Device, *, argument: str = "device_ids") -> torch.device:

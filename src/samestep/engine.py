@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import abc
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from samestep.context import (
     use_num_threads,
     use_shard,
 )
+from samestep.devices import count_cores
 from samestep.errors import note_shard
 from samestep.group import Group, Meet
 from samestep.rng import Stream, current_stream, set_current_stream, use_stream
@@ -250,7 +250,7 @@ class ThreadEngine(Engine):
         workers: WorkerPool = pool,
     ) -> None:
         super().__init__(num_threads)
-        self._num_workers = num_workers or _num_cores()
+        self._num_workers = num_workers or count_cores()
         self._pool = workers
         self._planned: tuple[Any, list[list[int]]] | None = None
 
@@ -326,13 +326,6 @@ def plan_runs(
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
-
-
-def _num_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        return os.cpu_count() or 1
 
 
 def _raise_first(jobs: Sequence[Job], outcomes: Sequence[_Outcome]) -> None:

@@ -36,6 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samestep import starter, tune
+from samestep.devices import count_cores
 from samestep.endings import Ending, choose_first, read_ending
 from samestep.output import Logs, make_folder
 
@@ -250,13 +251,6 @@ def make_config(launch: Launch, logs: Logs) -> LaunchConfig:
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     return LaunchConfig(**{name: value for name, value in options.items() if name in known})
-
-
-def count_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def keep_agent_quiet(path: Path) -> None:

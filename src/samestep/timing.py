@@ -27,12 +27,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from samestep.devices import count_cores
+
 __all__ = [
     "Processes",
     "Ratio",
     "Step",
     "compare",
-    "count_cores",
     "describe_machine",
     "median_ratio",
     "ratio",
@@ -263,13 +264,6 @@ def describe_machine(ticks: Sequence[int] | None = None) -> dict[str, object]:
             if key.startswith(("OMP_", "GOMP_", "MKL_", "MALLOC_", "SAMESTEP_"))
         },
     }
-
-
-def count_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def read_ticks() -> list[int]:
