@@ -4,9 +4,11 @@ import contextlib
 import copy
 import hashlib
 import os
+import random
 import time
 import warnings
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -828,3 +830,18 @@ def recover(group, how):
 
 def interrupt(*_):
     raise KeyboardInterrupt
+
+
+def start_apart(group):
+    """Each rank with random numbers and weights of its own, until the wrapper is made."""
+    rank = find_comm(group).rank
+    torch.manual_seed(rank)
+    random.seed(rank)
+    numpy.random.seed(rank)
+    net = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))
+    net[1].running_mean.fill_(rank)
+    kept = net[0].weight
+    samestep.DataParallel(net, replicas=4, process_group=group)
+    assert net[0].weight is kept
+    drawn = [torch.rand(2), random.random(), float(numpy.random.rand())]
+    return digest(net.state_dict()), digest(drawn)

@@ -61,3 +61,8 @@ def test_more_ranks_than_shards_leave_some_without(ranks, recompute):
     expected = rank_jobs.three_steps(None, "meets", (3, 2, 1), **options)
     found = ranks.ask(4, "three_steps", "meets", (3, 2, 1), options=options)
     assert found == [expected] * 4
+
+
+def test_a_wrapper_starts_from_rank_0s_values_and_random_states(ranks):
+    alone = ranks.ask(1, "start_apart")
+    assert ranks.ask(3, "start_apart") == alone * 3

@@ -26,7 +26,7 @@ from torch.nn.parameter import UninitializedParameter
 from samestep.context import current_shard, must_run_plainly, use_num_threads
 from samestep.devices import count_cores, plan_slots
 from samestep.options import Options
-from samestep.randomness import read_accelerators, read_state, write_accelerators, write_state
+from samestep.randomness import kept_state
 from samestep.replica import home_device
 from samestep.runtime import Runtime
 from samestep.tie import find_tensors, map_tensors
@@ -104,17 +104,13 @@ def choose_replicas(
         options, buffers: what was said to the wrapper.
         args, kwargs: of the call that waits for the choice.
     """
-    states = read_state(), read_accelerators()
     try:
         # Whatever the trials have to warn of, the real call says again.
-        with warnings.catch_warnings():
+        with kept_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             choice = _measure(module, options, buffers, args, kwargs)
     except Exception as error:
         choice = _stay_plain(f"it could not be measured ({_first_line(error)})")
-    finally:
-        write_state(states[0])
-        write_accelerators(states[1])
     _logger.info("replicas='auto': %s; to get the same bits, write DataParallel(..., %s)",
                  choice, choice.setting)  # fmt: skip
     return choice

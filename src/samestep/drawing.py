@@ -26,8 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.context import current_shard
 from samestep.observe import seed_all, watch_borders
+from samestep.randomness import find_moved, read_accelerators, read_state
 
 __all__ = ["NoDraws", "find_drawing", "stop_drawing"]
 
@@ -58,7 +57,7 @@ def find_drawing(model: nn.Module, run: Callable[[nn.Module], Any]) -> dict[str,
     def note() -> None:
         nonlocal state
         now = _read_generators()
-        moved = {name for name, value in now.items() if not _is_same(value, state.get(name))}
+        moved = find_moved(state, now).keys() | (now.keys() - state.keys())
         if moved:  # outside of all that is watched: in a scripted module, or in the loss
             found.setdefault(stack[-1] if stack else "", set()).update(moved)
         state = now
@@ -92,21 +91,13 @@ def stop_drawing(model: nn.Module, names: list[str]) -> None:
             module.dropout = 0.0
 
 
+_WORDS = {"python": "Python's random", "numpy": "numpy's random"}
+
+
 def _read_generators() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.default_generator.get_state()}
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        assert device is not None
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    states["Python's random"] = random.getstate()
-    if "numpy" in sys.modules:
-        _, keys, position, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy's random"] = (keys.tobytes(), position, rest)
-    return states
-
-
-def _is_same(one: Any, two: Any) -> bool:
-    return torch.equal(one, two) if isinstance(one, Tensor) else bool(one == two)
+    accelerators = read_accelerators()
+    found = {_WORDS.get(kind, kind): state for kind, state in read_state().items()}
+    return found | {accelerators["kind"]: tuple(accelerators["states"])} if accelerators else found
 
 
 # ---------------------------------------------------------------------------

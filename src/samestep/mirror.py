@@ -13,9 +13,7 @@ Must not: change anything after the start.
 
 from __future__ import annotations
 
-import random
 import re
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +24,8 @@ from torch.nn.parameter import is_lazy
 
 from samestep.comm import Comm
 from samestep.errors import RankError
+from samestep.parcel import pack, unpack
+from samestep.randomness import read_state, write_state
 from samestep.rows import is_array
 from samestep.spread import Spread, pick_entries
 from samestep.tree import iter_leaves
@@ -60,8 +60,8 @@ def start_alike(comm: Comm, module: nn.Module) -> None:
     }
     forms = [(name, str(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
     sums = {name: _sum(tensor, None) for name, tensor in tensors.items()}
-    told = comm.exchange("making a wrapper", (type(module).__name__, forms, sums, _random_states()))
-    for rank, (name, theirs, _, _) in enumerate(told):
+    told = comm.exchange("making a wrapper", (type(module).__name__, forms, sums))
+    for rank, (name, theirs, _) in enumerate(told):
         if (name, theirs) != told[0][:2]:
             odd = next(iter(set(theirs) ^ set(told[0][1])), (name,))
             raise RankError(
@@ -70,14 +70,15 @@ def start_alike(comm: Comm, module: nn.Module) -> None:
             )
     odd_names = [name for name in tensors if any(one[2][name] != sums[name] for one in told)]
     odd_names = sorted({n for names in comm.exchange("what differs", odd_names) for n in names})
-    _, found = comm.gather(
-        "rank 0's values", None, [tensors[n] for n in odd_names] if comm.rank == 0 else []
-    )
+    own = [{name: tensors[name] for name in odd_names}, read_state()] if comm.rank == 0 else None
+    data, values = pack(own, {})
+    said, found = comm.gather("rank 0's values", data, values)
     if comm.rank:
+        theirs, state = unpack(said[0], found[0], {})
         with torch.no_grad():
-            for name, value in zip(odd_names, found[0], strict=True):
+            for name, value in theirs.items():
                 tensors[name].copy_(value)
-        _set_random_states(told[0][3])
+        write_state(state)
 
 
 class Mirror:
@@ -174,20 +175,6 @@ _MESSAGES = {
         "batch='local' and samestep.split_loader(loader, model)"
     ),
 }
-
-
-def _random_states() -> dict[str, Any]:
-    states = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
-    random.setstate(states["random"])
-    if "numpy" in states and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(states["numpy"])
 
 
 def _sum_module(module: nn.Module) -> Sums:

@@ -5,16 +5,14 @@ What it holds: :class:`Call` (arguments that can be given again and again, in an
 a :class:`Record` of everything that the step made and left, and the settings that such a run needs.
 Why: whoever compares two ways of running a module must be sure that both started from the same.
 
-Guarantees: nothing of the caller's is written: modules and arguments are copies, and
-:func:`kept_random_state` and the default dtype are put back. Every step starts from the same seeds.
+Guarantees: modules and arguments are copies, and the default dtype is put back. Every step starts
+from the same seeds; whoever calls this keeps the random state.
 Must not: compare anything.
 """
 
 from __future__ import annotations
 
 import copy
-import random
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep import randomness
 from samestep.module import DataParallel
 from samestep.rows import is_array
 from samestep.tree import iter_leaves, map_leaves
@@ -39,7 +38,6 @@ __all__ = [
     "copy_module",
     "find_dtype",
     "iter_state",
-    "kept_random_state",
     "run_step",
     "seed_all",
     "use_default_dtype",
@@ -347,27 +345,8 @@ class DtypeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 def seed_all(seed: int = SEED) -> None:
     """Put every generator that a forward could draw from to the same state."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Put back the states of torch's, Python's and numpy's generators at the end."""
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    kind = torch.accelerator.current_accelerator() if count else None
-    devices = list(range(count))
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices, device_type=kind.type if kind else "cuda"):
-            yield
-    finally:
-        random.setstate(before[0])
-        if numpy:
-            numpy.random.set_state(before[1])
+    torch.manual_seed(seed)  # the accelerators', too
+    randomness.seed_all(seed)
 
 
 @contextmanager

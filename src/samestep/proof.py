@@ -26,8 +26,9 @@ from torch.nn.parameter import is_lazy
 from samestep.errors import SplitError
 from samestep.findings import Report, Trial
 from samestep.module import DataParallel
-from samestep.observe import Call, copy_module, iter_state, kept_random_state, run_step
+from samestep.observe import Call, copy_module, iter_state, run_step
 from samestep.plan import SplitPlan
+from samestep.randomness import kept_state
 from samestep.remedies import Candidate, Failing, list_candidates, search
 from samestep.replica import home_device
 from samestep.trials import Trials
@@ -91,7 +92,7 @@ def check(
     _check_arguments(model, options)
     options.setdefault("device_ids", [home_device(model)])
     call = Call(inputs, dict(kwargs or {}), loss)
-    with kept_random_state():
+    with kept_state():
         if any(is_lazy(parameter) for parameter in model.parameters()):
             # The first batch gives the parameters their shapes, in the wrapper as in the module.
             model = copy_module(model)

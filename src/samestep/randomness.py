@@ -11,9 +11,10 @@ Must not: import numpy on its own account, or know streams of shards (:mod:`same
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 __all__ = [
     "State",
     "find_moved",
+    "kept_state",
     "read_accelerators",
     "read_state",
     "seed_all",
@@ -59,6 +61,17 @@ def write_state(state: Mapping[str, Any], own: Sequence[torch.Generator] = ()) -
     for index, generator in enumerate(own):
         if f"own {index}" in state:
             generator.set_state(state[f"own {index}"])
+
+
+@contextlib.contextmanager
+def kept_state() -> Iterator[None]:
+    """Put the states of all generators, the accelerators' too, back at the end."""
+    state, accelerators = read_state(), read_accelerators()
+    try:
+        yield
+    finally:
+        write_state(state)
+        write_accelerators(accelerators)
 
 
 def find_moved(before: State, after: State) -> State:

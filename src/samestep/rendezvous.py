@@ -13,8 +13,6 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
-import random
-import sys
 import zlib
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch.distributed as dist
 
 from samestep.comm import ALONE, ENV_TIMEOUT, Comm
 from samestep.errors import RankError
+from samestep.randomness import seed_all
 
 __all__ = ["find_comm", "get_timeout", "is_main", "leave", "seed_alike"]
 
@@ -83,10 +82,8 @@ def seed_alike() -> None:
         return
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
     seed = zlib.crc32(" ".join(os.environ.get(name, "") for name in names).encode())
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    torch.manual_seed(seed)  # the accelerators', too
+    seed_all(seed)
 
 
 def is_main() -> bool:
