@@ -337,7 +337,7 @@ class Comm:
             deadline = time.monotonic() + _PATIENCE
             while missing and time.monotonic() < deadline:
                 missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
-                time.sleep(0.05)
+                time.sleep(0.05)  # the store tells nobody when a key comes
         except Exception:  # the store is gone, and with it the process that held it
             return [0] if self.rank else list(range(1, self.num_ranks))
         return missing

@@ -26,6 +26,7 @@ __all__ = [
     "owner_of_slot",
     "plan_slots",
     "resolve_device",
+    "slots_of_rank",
 ]
 
 ENV_REPLICAS = "SAMESTEP_REPLICAS"
@@ -110,6 +111,11 @@ def owner_of_slot(slot: int, num_slots: int, num_ranks: int) -> int:
     return slot * num_ranks // num_slots
 
 
+def slots_of_rank(rank: int, num_slots: int, num_ranks: int) -> list[int]:
+    """The slots that belong to a rank, ascending; perhaps none."""
+    return [k for k in range(num_slots) if owner_of_slot(k, num_slots, num_ranks) == rank]
+
+
 def plan_slots(
     device_ids: Sequence[Device] | None,
     replicas: int | None,
@@ -151,7 +157,7 @@ def plan_slots(
         if not devices:
             raise ValueError("device_ids is empty; name at least one device, or leave it out")
     num_slots = len(devices) * num_ranks if replicas is None else replicas
-    mine = [k for k in range(num_slots) if owner_of_slot(k, num_slots, num_ranks) == rank]
+    mine = slots_of_rank(rank, num_slots, num_ranks)
     if device_ids is not None and len(mine) < len(devices):
         remedy = "" if num_ranks > 1 else f"device_ids[:{num_slots}] or "
         raise ValueError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,12 @@ class Mirror:
         self._turn = 0  # which of the module's tensors is looked at next
 
     def compare(
-        self, spread: Spread, module: nn.Module, batch: Any, form: Any, setting: Any
+        self,
+        spread: Spread,
+        module: nn.Module,
+        batch: Any,
+        form: Any,
+        read_setting: Callable[[], str],
     ) -> None:
         """Compare everything, if that is due.
 
@@ -99,7 +104,7 @@ class Mirror:
             module: the source module.
             batch: the call's arguments.
             form: what a batch of another form differs in.
-            setting: what the user said of the wrapper, which must agree too.
+            read_setting: returns what the user said of the wrapper, which must agree too.
 
         Raises:
             RankError: something differs.
@@ -111,7 +116,7 @@ class Mirror:
             self._forms.clear()
         self._forms.add(form)
         own = {
-            "setting": {"arguments of DataParallel": _sum_text(str(setting))},
+            "setting": {"arguments of DataParallel": _sum_text(read_setting())},
             "form": _read_form(module) | {"submodules and their settings": _sum_text(repr(module))},
             "module": _sum_module(module),
             "batch": {} if spread.is_local else _sum_batch(batch, None),

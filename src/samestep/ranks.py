@@ -19,13 +19,13 @@ from torch import Tensor
 
 from samestep.comm import Comm
 from samestep.context import Shard, make_shards
-from samestep.devices import Slot, owner_of_slot
+from samestep.devices import Slot, owner_of_slot, slots_of_rank
 from samestep.errors import SplitError
 from samestep.options import Options
 from samestep.plan import SplitPlan, join_single_rows, plan_sizes
 from samestep.spread import Spread
 
-__all__ = ["Call", "align_rows", "join_rows_within", "open_call", "own_slots"]
+__all__ = ["Call", "align_rows", "join_rows_within", "open_call"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,6 @@ class Call:
         return tuple(size if k in self.spread.mine else 0 for k, size in enumerate(self.rows))
 
 
-def own_slots(comm: Comm, num_slots: int) -> list[int]:
-    """The slots of this rank."""
-    return [k for k in range(num_slots) if owner_of_slot(k, num_slots, comm.num_ranks) == comm.rank]
-
-
 def open_call(comm: Comm, options: Options, plan: SplitPlan, name: str) -> Call:
     """Find out how a call is spread.
 
@@ -101,9 +96,7 @@ def open_call(comm: Comm, options: Options, plan: SplitPlan, name: str) -> Call:
             "rows; pass a batch, or use batch='global'"
         )
     num_slots, total = len(options.slots), sum(count or 0 for count in counts)
-    by_rank: list[list[int]] = [[] for _ in counts]
-    for k in range(num_slots):
-        by_rank[owner_of_slot(k, num_slots, comm.num_ranks)].append(k)
+    by_rank = [slots_of_rank(rank, num_slots, comm.num_ranks) for rank in range(comm.num_ranks)]
     sizes = dict(enumerate(plan_sizes(total, num_slots, options.split)))
     if any(sum(sizes.get(k, 0) for k in run) != n for run, n in zip(by_rank, counts, strict=True)):
         # Not cut by our rule: each rank's rows are cut over its own slots.

@@ -28,7 +28,7 @@ from samestep.batches import Form
 from samestep.changes import Changes
 from samestep.comm import Comm
 from samestep.context import current_shard, must_run_plainly, use_num_threads
-from samestep.devices import is_serial_forced
+from samestep.devices import is_serial_forced, slots_of_rank
 from samestep.eager import EagerBackward
 from samestep.engine import Engine, SerialEngine, ThreadEngine
 from samestep.errors import RankError, note_shard
@@ -47,7 +47,7 @@ from samestep.mirror import Mirror
 from samestep.norm import has_batch_norm, is_norm_refusal
 from samestep.options import Options
 from samestep.plan import SplitPlan
-from samestep.ranks import Call, align_rows, join_rows_within, open_call, own_slots
+from samestep.ranks import Call, align_rows, join_rows_within, open_call
 from samestep.rendezvous import find_comm
 from samestep.replica import LazyError, home_device
 from samestep.replicas import ReplicaSet
@@ -58,10 +58,6 @@ from samestep.step import run_shards
 from samestep.tie import find_tensors, map_tensors
 
 __all__ = ["Runtime"]
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
@@ -144,6 +140,13 @@ class Runtime:
     def run(
         self, module: nn.Module, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Call a method of the module (None: the module itself) on all shards.
+
+        Args:
+            module: the source module.
+            method: its name.
+            args, kwargs: of the call, for the whole batch or for this rank's rows.
+        """
         if current_shard() is not None or must_run_plainly():
             # Already parallel, or torch.func's.
             return self._call_source(module, method, args, kwargs)
@@ -152,7 +155,7 @@ class Runtime:
             if self._is_plain(module, call):
                 if not call.spread.is_alone:
                     self._compare(module, call, args, kwargs)
-                    noted = self._mirrored(module, call.spread, args, kwargs)
+                    noted = self.mirror.note(call.spread, module, (args, kwargs))
                     self.mirror.check(call.spread, call.spread.agree("plain call", noted))
                 return self._call_source(module, method, args, kwargs)
             try:
@@ -210,7 +213,7 @@ class Runtime:
         )
         eager = self._eager(call, method)
         # Before the forwards, which may write what is compared.
-        mirrored = self._mirrored(module, spread, args, kwargs)
+        mirrored = None if spread.is_alone else self.mirror.note(spread, module, (args, kwargs))
         # One device would not cut such a batch: its one shard draws as the plain module would.
         is_plain = call.plan.num_shards == 1
         if is_plain:
@@ -276,10 +279,10 @@ class Runtime:
         options, mine = self.options, call.spread.mine
         if not call.spread.is_local:
             return list(scatter((args, kwargs), options.slots, plan=call.plan, only=mine))
-        inverse = 1 / (call.spread.weight or 1)
-        args, kwargs = map_tensors(lambda t: scale_gradient(t, inverse), (args, kwargs))
-        first = call.own_rows.start
-        args, kwargs = map_tensors(lambda t: align_rows(t, first, options.dim), (args, kwargs))
+        first, inverse = call.own_rows.start, 1 / (call.spread.weight or 1)
+        args, kwargs = map_tensors(
+            lambda t: scale_gradient(align_rows(t, first, options.dim), inverse), (args, kwargs)
+        )
         shards: list[Any] = [None] * call.plan.num_shards
         if call.cut is not None:
             shards[mine.start : mine.stop] = scatter((args, kwargs), options.slots, plan=call.cut)
@@ -323,14 +326,9 @@ class Runtime:
             return carried
         return [carried[k - mine.start] if k in mine else {} for k in range(call.plan.num_shards)]
 
-    def _mirrored(self, module: nn.Module, spread: Any, args: Any, kwargs: Any) -> Any:
-        if spread.is_alone:
-            return None
-        return self.mirror.note(spread, module, (args, kwargs))
-
     def _compare(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> None:
         form = (call.plan, module.training, torch.is_grad_enabled())
-        self.mirror.compare(call.spread, module, (args, kwargs), form, self._setting())
+        self.mirror.compare(call.spread, module, (args, kwargs), form, self._setting)
 
     def _setting(self) -> str:
         """What the user said, where it must be the same in every rank."""
@@ -372,7 +370,7 @@ class Runtime:
                 in_dims = {key: spec for key, spec in in_dims.items() if key not in foreign}
         num_slots, split = len(options.slots), options.split
         if options.batch == "local" and comm.num_ranks > 1:
-            own = own_slots(comm, num_slots)
+            own = slots_of_rank(comm.rank, num_slots, comm.num_ranks)
             num_slots = len(own)
             split = split if isinstance(split, str) else [split[k] for k in own]
         return plan_split(

@@ -39,14 +39,13 @@ from torch import Tensor, nn
 
 from samestep.changes import collect, find_touched
 from samestep.context import CallerContext, Shard, ThreadGuard, has_modes, use_num_threads
-from samestep.devices import Slot, is_serial_forced, move_tensor
+from samestep.devices import Slot, is_serial_forced, move_tensor, slots_of_rank
 from samestep.engine import Job, plan_runs
 from samestep.errors import DrawWarning, RankError, note_shard
 from samestep.functional import move
 from samestep.habits import Verdict
 from samestep.lookahead import Lookahead
 from samestep.options import Options
-from samestep.ranks import own_slots
 from samestep.replica import LazyError, Replica, home_device
 from samestep.rng import Draws, Stream, current_stream, read_default, set_current_stream
 from samestep.split import SplitPlan, plan_split
@@ -72,7 +71,7 @@ class WholeBatches:
         self, source: nn.Module, options: Options, runtime: Any, call: Call, target: torch.device
     ) -> None:
         comm = runtime.comm
-        own = own_slots(comm, len(options.slots)) or [0]
+        own = slots_of_rank(comm.rank, len(options.slots), comm.num_ranks) or [0]
         self.slots, self.dim = [options.slots[k] for k in own], options.dim
         self.comm = comm
         self.num_threads = options.threads_per_replica
