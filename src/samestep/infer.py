@@ -138,9 +138,9 @@ def map_batches(
         is_collated=is_collated(loader), is_unpacked=call is None
     )
     limit = max_in_flight or _AHEAD * len(inference.slots)
-    if inference.comm.num_ranks == 1:
-        return _iterate(inference, loader, meter, batch_size, form, limit, ordered)
-    return _iterate_together(inference, loader, meter, batch_size, form, limit)
+    is_alone = inference.comm.num_ranks == 1
+    own = _iterate(inference, loader, meter, batch_size, form, limit, ordered or not is_alone)
+    return own if is_alone else _share(own, inference)
 
 
 def _iterate(
@@ -187,16 +187,8 @@ def _iterate(
             meter.close()
 
 
-def _iterate_together(
-    inference: WholeBatches,
-    loader: Iterable[Any],
-    meter: Meter,
-    batch_size: int | None,
-    form: Form,
-    limit: int,
-) -> Iterator[Any]:
-    """The same on several ranks: this rank's batches here, everyone's outputs for the caller."""
-    own = _iterate(inference, loader, meter, batch_size, form, limit, True)
+def _share(own: Generator[Any], inference: WholeBatches) -> Iterator[Any]:
+    """The iterator on several ranks: this rank's outputs in, everyone's outputs for the caller."""
     with contextlib.closing(own):
         yield from share_rounds(own, inference.comm, lambda: inference.draws)
 
