@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from samestep.context import current_shard
-from samestep.devices import move_tensor
+from samestep.devices import move_in_place, move_tensor
 from samestep.errors import RankError, note_shard
 from samestep.graphs import (
     ELSEWHERE,
@@ -28,7 +28,7 @@ from samestep.graphs import (
     is_plain_backward,
     make_edge,
 )
-from samestep.reduce import TreeSum, is_large, sum_lists
+from samestep.reduce import TreeSum, absorb, is_large, sum_lists
 from samestep.rng import Draws
 from samestep.runner import Runner
 from samestep.spread import pick_entries
@@ -131,7 +131,7 @@ class Backward:
         by_thread = self._may_share_work() and is_large(
             compress(self.inputs, self.needed_replicated)
         )
-        sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, sum_lists, by_thread=by_thread)
+        sums: TreeSum[MaybeTensors] = TreeSum(self.num_shards, absorb, by_thread=by_thread)
         # Re-entrant checkpointing refuses to run inside autograd.grad (and for the user's own
         # autograd.grad it must refuse).
         is_plain = self.graphs.is_reentrant and is_plain_backward()
@@ -151,9 +151,11 @@ class Backward:
                         found = accumulate(edges, gradients, wanted, is_kept)
                 else:
                     found = differentiate(edges, gradients, wanted, is_kept)
+                local = found[cut:]
+                del found[cut:]  # one list holds each gradient: then they are added in place
                 with torch._C.DisableTorchFunction():
-                    sums.add(k, self._to_home(found[:cut]))
-                return found[cut:]
+                    sums.add(k, self._to_home(found))
+                return local
 
             return work
 
@@ -354,12 +356,9 @@ class Backward:
 
     def _to_home(self, gradients: MaybeTensors) -> MaybeTensors:
         """Move R gradients to the device of the caller's tensor, so that any shard can add them."""
-        if self.is_at_home:
-            return gradients
-        return [
-            g if g is None else move_tensor(g, home)
-            for g, home in zip(gradients, self.homes, strict=True)
-        ]
+        if not self.is_at_home:
+            move_in_place(gradients, self.homes)
+        return gradients
 
     def _spread(self, replicated: MaybeTensors, local: list[MaybeTensors]) -> MaybeTensors:
         """Put the gradients that were wanted in the places of all inputs."""

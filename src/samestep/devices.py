@@ -22,6 +22,7 @@ __all__ = [
     "Slot",
     "count_cores",
     "is_serial_forced",
+    "move_in_place",
     "move_tensor",
     "owner_of_slot",
     "plan_slots",
@@ -184,6 +185,14 @@ def move_tensor(tensor: Tensor, device: torch.device, *, non_blocking: bool = Fa
     if "cpu" not in kinds and "meta" not in kinds and not _arrives(source, device):
         return tensor.cpu().to(device)
     return tensor.to(device, non_blocking=non_blocking)
+
+
+def move_in_place(tensors: list[Tensor | None], devices: Sequence[torch.device]) -> None:
+    """Put each tensor of a list on its device; the list holds no tensor more than before."""
+    for index, device in enumerate(devices):
+        tensor = tensors[index]
+        if tensor is not None:
+            tensors[index] = move_tensor(tensor, device)
 
 
 # ---------------------------------------------------------------------------

@@ -32,10 +32,11 @@ from torch import Tensor
 
 from samestep.backward import MSG_FREED
 from samestep.changes import Changes
+from samestep.devices import move_in_place
 from samestep.dims import Inherited, child_out_dims
 from samestep.errors import RankError
 from samestep.graphs import Edge, accumulate, differentiate, make_edge, survey
-from samestep.reduce import TreeSum, is_large, sum_lists
+from samestep.reduce import TreeSum, absorb, is_large, sum_lists
 from samestep.replica import Replica
 from samestep.rows import has_item_per_row
 from samestep.runner import Runner
@@ -95,7 +96,7 @@ class EagerBackward:
         )
         num_shards = runner.spread.num_shards
         by_thread = is_shared and is_large(model.links[key].source for key in self._keys)
-        self._sums: TreeSum[MaybeTensors] = TreeSum(num_shards, sum_lists, by_thread=by_thread)
+        self._sums: TreeSum[MaybeTensors] = TreeSum(num_shards, absorb, by_thread=by_thread)
 
     def run(
         self, k: int, replica: Replica, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -250,15 +251,19 @@ class EagerBackward:
         lock = self._runner.lock if seen.is_reentrant else contextlib.nullcontext()
         with lock, _without_autocast(replica.slot.device):
             # Behind a foreign leaf there may be a graph of the caller's: not ours to free.
-            found = iter(run(edges, gradients, [*wanted, *foreign.values()], bool(foreign)))
+            found = run(edges, gradients, [*wanted, *foreign.values()], bool(foreign))
         with torch._C.DisableTorchFunction():
-            each = [next(found) if leaf.requires_grad else None for leaf in leaves]
+            rest = iter(found)
+            each = [next(rest) if leaf.requires_grad else None for leaf in leaves]
             self._local_found[k] = each[len(own) :]
-            home = self._runner.home
             if foreign:
-                pairs = zip(foreign.values(), found, strict=True)
+                pairs = zip(foreign.values(), rest, strict=True)
                 self._foreign[k] = dict(zip(foreign, pairs, strict=True))
-            self._sums.add(k, [g if g is None else g.to(home) for g in each[: len(own)]])
+            # One list holds each gradient: then they are added in place.
+            found.clear()
+            del each[len(own) :]
+            move_in_place(each, [self._runner.home] * len(each))
+            self._sums.add(k, each)
 
     def _check_foreign(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:

@@ -19,6 +19,10 @@ The tree, for K = 7 (leaves are shard indices; a node without a right child is p
                       \\        /
     level 3             0 .. 6
 
+[Note: in place] A sum takes the memory of its left operand where nobody else has it (see
+:mod:`samestep.holders`): new memory costs more than the addition, since the system gives it page
+by page, and the peak of a step is lower by one set of gradients.
+
 [Note: slices] Additions are entry by entry, so any part of a tensor may be added anywhere: where
 large gradients lie with several workers (or ranks), each adds one slice of all of them.
 
@@ -30,20 +34,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeGuard, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from samestep.devices import move_tensor
+from samestep.holders import is_sole
 
 __all__ = [
     "Node",
     "Recipe",
     "TreeSum",
+    "absorb",
     "add",
     "add_into",
     "evaluate",
@@ -95,11 +100,31 @@ def tree_sum(values: Sequence[Tensor]) -> Tensor:
 
 def sum_lists(left: Gradients, right: Gradients) -> Gradients:
     """Add two lists entry by entry; None means "no gradient" and is not the same as zeros."""
-    if _are_alike(left, right):
-        return list(torch._foreach_add(left, right))  # type: ignore[arg-type]  # as add does
+    try:
+        if len(set(map(_get_index, itertools.chain(left, right)))) == 1:
+            return list(torch._foreach_add(left, right))  # type: ignore[arg-type]  # as add does
+    except (TypeError, RuntimeError):
+        pass  # a gradient is missing, or a sparse one is on the left of a dense one
     return [
         b if a is None else a if b is None else add(a, b) for a, b in zip(left, right, strict=True)
     ]
+
+
+def absorb(left: Gradients, right: Gradients) -> Gradients:
+    """The same, with large sums in the memory of ``left``'s entries that nobody else holds.
+
+    Neither list may be used again. See :mod:`samestep.holders`.
+    """
+    large = [i for i, value in enumerate(left) if value is not None and value.numel() >= _WORTH]
+    given = [index for index in large if _may_absorb(left, index, right)] if large else ()
+    if not given:
+        return sum_lists(left, right)
+    rest = [index for index in range(len(left)) if index not in {*given}]
+    sums = sum_lists(_pick(left, rest), _pick(right, rest)) if rest else []
+    torch._foreach_add_(_pick(left, given), _pick(right, given))  # type: ignore[arg-type]
+    for index, total in zip(rest, sums, strict=True):
+        left[index] = total
+    return left
 
 
 def is_large(values: Iterable[Tensor]) -> bool:
@@ -220,7 +245,7 @@ def sum_slices(
 
     Args:
         num_values: K.
-        parts: from :meth:`TreeSum.parts`.
+        parts: from :meth:`TreeSum.parts`; not to be used again, see :func:`absorb`.
         num_workers: how many jobs to make.
         run: runs jobs at the same time and waits for them.
 
@@ -228,20 +253,25 @@ def sum_slices(
     """
     found: dict[Node, Gradients] = {}
     pieces: list[tuple[Recipe, list[Tensor], Tensor]] = []
+    lists = list(parts.values())
     for node, recipe in plan_tree(num_values, parts).items():
         if isinstance(recipe, int):
-            found[node] = list(parts.values())[recipe]
+            found[node] = lists[recipe]
             continue
         found[node] = []
         needed = _numbers(recipe)
         renumbered = _renumber(recipe, needed)
-        for values in zip(*parts.values(), strict=True):
-            operands = [values[number] for number in needed]
+        for index in range(len(lists[0])):
+            # The first in the order of additions: its entries are read before they are written.
+            is_free = is_sole(lists[needed[0]], index)
+            operands = [lists[number][index] for number in needed]
             flat = [v.view(-1) for v in operands if v is not None and _is_flat(v, operands[0])]
             if len(flat) < len(operands):
-                found[node].append(evaluate(recipe, values))
+                found[node].append(evaluate(renumbered, operands))
                 continue
-            total = torch.empty_like(operands[0])
+            first = operands[0]
+            assert first is not None  # as none of them is
+            total = first if is_free else torch.empty_like(first)
             found[node].append(total)
             pieces.append((renumbered, flat, total.view(-1)))
     size = sum(total.numel() for _, _, total in pieces)
@@ -289,9 +319,12 @@ def add_into(total: Tensor, recipe: Recipe, values: Sequence[Tensor]) -> None:
 # Helpers
 # ---------------------------------------------------------------------------
 
-_get_kind = operator.attrgetter("layout", "device")
+# -1 on the CPU; in a C loop, a third of what asking for ``device`` takes.
+_get_index: Callable[[Tensor | None], int] = Tensor.get_device  # type: ignore[assignment]
 _LARGE = 1 << 19  # entries; below, handing the work to others takes longer than the work
 _BLOCK = 1 << 15  # entries: a few blocks of floats fit into a core's own cache
+# Entries; asking who holds a smaller tensor takes longer than memory for another one.
+_WORTH = 1 << 14
 
 
 @functools.cache
@@ -303,13 +336,14 @@ def _widths(num_values: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def _are_alike(left: Gradients, right: Gradients) -> TypeGuard[list[Tensor]]:
-    """Whether there are as many dense tensors in both, all on one device."""
-    try:
-        kinds = set(map(_get_kind, itertools.chain(left, right)))
-    except AttributeError:  # a gradient is missing
-        return False
-    return len(kinds) == 1 and kinds.pop()[0] == torch.strided and len(left) == len(right)
+def _may_absorb(left: Gradients, index: int, right: Gradients) -> bool:
+    """Whether ``right``'s entry may be added to ``left``'s in place."""
+    other = right[index]
+    return other is not None and _is_flat(other, left[index]) and is_sole(left, index)
+
+
+def _pick(values: Gradients, indices: Sequence[int]) -> Gradients:
+    return [values[index] for index in indices]
 
 
 def _numbers(recipe: Recipe) -> list[int]:

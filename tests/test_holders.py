@@ -1,0 +1,219 @@
+"""Gradients are added in place where nobody else has their memory, and nowhere else."""
+
+import pytest
+import torch
+from torch import nn
+
+from samestep import DataParallel, reduce
+from samestep.holders import is_sole
+from samestep.reduce import absorb, sum_lists, sum_slices
+
+SIZE = 256  # of a square matrix that is worth asking for
+
+
+def make_pair():
+    return [torch.randn(SIZE, SIZE)], [torch.randn(SIZE, SIZE)]
+
+
+def differentiate_linear():
+    """The gradient of a linear layer's weight: a view of what was computed."""
+    layer = nn.Linear(SIZE, SIZE, bias=False)
+    loss = layer(torch.randn(3, SIZE)).square().sum()
+    return list(torch.autograd.grad(loss, [layer.weight]))
+
+
+@pytest.mark.parametrize("make", [lambda: [torch.ones(3)], differentiate_linear])
+def test_what_a_list_alone_holds_is_sole(make):
+    values = make()
+    assert is_sole(values, 0)
+    held = values[0]
+    assert not is_sole(values, 0)
+    del held
+    assert is_sole(values, 0)
+    twice = [values[0]]
+    assert not is_sole(twice, 0)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        torch.Tensor.detach,
+        lambda tensor: tensor.view(-1),
+        lambda tensor: tensor[0],
+        lambda tensor: tensor._base,
+        torch.Tensor.untyped_storage,
+        torch.Tensor.numpy,
+        lambda tensor: lambda: tensor,
+    ],
+)
+def test_memory_that_is_seen_in_another_way_is_not_sole(hold):
+    values = differentiate_linear()
+    held = hold(values[0])
+    assert not is_sole(values, 0)
+    del held
+    assert is_sole(values, 0)
+
+
+def test_what_only_a_graph_holds_is_not_sole():
+    scale = torch.ones(3, requires_grad=True)
+    values = [torch.full((3,), 2.0)]
+    product = scale * values[0]  # keeps it for its backward
+    assert not is_sole(values, 0)
+    del product
+    assert is_sole(values, 0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        nn.Parameter(torch.ones(2)),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, requires_grad=True),
+    ],
+)
+def test_what_is_no_plain_gradient_is_not_sole(value):
+    assert not is_sole([value], 0)
+
+
+def test_a_sum_takes_the_memory_that_is_free():
+    left, right = make_pair()
+    expected, place = left[0] + right[0], left[0].data_ptr()
+    total = absorb(left, right)
+    assert torch.equal(total[0], expected)
+    assert total[0].data_ptr() == place
+
+
+def test_a_sum_leaves_memory_that_is_held():
+    left, right = make_pair()
+    held, before = left[0], left[0].clone()
+    total = absorb(left, right)
+    assert torch.equal(total[0], before + right[0])
+    assert torch.equal(held, before)
+
+
+def test_a_sum_of_free_held_missing_and_small_entries():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(SIZE, SIZE), (SIZE, SIZE), (3,), (SIZE, SIZE), (SIZE, SIZE), (SIZE, SIZE)]
+    left, right = ([torch.randn(s, generator=generator) for s in shapes] for _ in range(2))
+    left[1] = left[1].t()  # not laid out as the other
+    left[3] = right[4] = None
+    right[5] = torch.randn(1, SIZE, generator=generator).expand(SIZE, SIZE)
+    held = left[0]
+    kept = held.clone()
+    expected = sum_lists(left, right)
+    found = absorb(left, right)
+    assert torch.equal(held, kept)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_slices_take_the_memory_that_is_free(count, is_held):
+    generator = torch.Generator().manual_seed(count)
+    lists = [[torch.randn(SIZE, SIZE, generator=generator)] for _ in range(count)]
+    expected = reduce.tree_sum([row[0] for row in lists])
+    held = lists[0][0] if is_held else None
+    before, place = lists[0][0].clone(), lists[0][0].data_ptr()
+    parts = {(0, k): row for k, row in enumerate(lists)}
+    found = sum_slices(count, parts, 3, lambda jobs: [job() for job in jobs])
+    ((total,),) = found.values()
+    assert torch.equal(total, expected)
+    assert (total.data_ptr() == place) is not is_held
+    if is_held:
+        assert torch.equal(held, before)
+
+
+# ---------------------------------------------------------------------------
+# In a step
+# ---------------------------------------------------------------------------
+
+
+class Keeping(torch.autograd.Function):
+    """Its backward keeps the gradient that it returns."""
+
+    @staticmethod
+    def forward(ctx, weight, rows, kept):
+        ctx.save_for_backward(rows)
+        ctx.kept = kept
+        return rows @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (rows,) = ctx.saved_tensors
+        found = rows.t() @ gradient
+        ctx.kept.append(found)
+        return found, None, None
+
+
+class Common(nn.Module):
+    """Two parameters that have one gradient, and one whose gradient is kept."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.one, self.two, self.three = (
+            nn.Parameter(torch.randn(SIZE, SIZE) / SIZE) for _ in range(3)
+        )
+        self.keep = kept.append
+
+    def forward(self, rows):
+        hidden = (rows @ (self.one + self.two)).tanh()
+        found = []
+        output = Keeping.apply(self.three, hidden, found)
+        self.keep(found)
+        return output.square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"eager_backward": True}, {"recompute": True}])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_gradients_that_somebody_keeps_stay_what_they_are(options, workers):
+    torch.manual_seed(0)
+    kept = []
+    model = DataParallel(Common(kept), replicas=4, workers=workers, **options)
+    rows = torch.randn(8, SIZE)
+    for _ in range(2):  # the first call is watched
+        kept.clear()
+        model.zero_grad()
+        model(rows).backward()
+    plain_kept = []
+    plain = Common(plain_kept)
+    plain.load_state_dict(model.state_dict())
+    plain(rows).backward()
+    found = [tensor for per_shard in kept for tensor in per_shard]
+    assert len(found) == 4
+    # float32: the same products, added in another order
+    torch.testing.assert_close(sum(found), plain_kept[0][0], rtol=1e-4, atol=1e-7)
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"eager_backward": True}])
+def test_a_step_needs_no_new_memory_for_large_sums(monkeypatch, options, replicas, workers):
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(SIZE, 4 * SIZE), nn.Tanh(), nn.Linear(4 * SIZE, SIZE)
+            )
+
+        def forward(self, rows):
+            return self.layers(rows).square().mean()
+
+    answers = []
+
+    def ask(tensors, index):
+        answers.append(is_sole(tensors, index))
+        return answers[-1]
+
+    model = DataParallel(Loss(), replicas=replicas, workers=workers, **options)
+    rows = torch.randn(8, SIZE)
+    model(rows).backward()
+    monkeypatch.setattr(reduce, "is_sole", ask)
+    model.zero_grad()
+    model(rows).backward()
+    assert answers == [True] * len(answers)
+    assert len(answers) >= 2  # for each of the two matrices
