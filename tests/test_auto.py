@@ -185,7 +185,7 @@ def test_the_choice_waits_for_a_call_in_training_and_is_made_once(fake, monkeypa
     times = []
     choose = auto.choose_replicas
     monkeypatch.setattr(
-        "samestep.module.choose_replicas", lambda *a: (times.append(1), choose(*a))[1]
+        "samestep.auto.choose_replicas", lambda *a: (times.append(1), choose(*a))[1]
     )
     model, rows = DataParallel(nn.Linear(5, 2), replicas="auto"), torch.randn(6, 5)
     with torch.no_grad():

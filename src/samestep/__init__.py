@@ -33,7 +33,6 @@ from samestep.module import data_parallel as data_parallel
 from samestep.rendezvous import is_main as is_main
 from samestep.rendezvous import seed_alike as _seed_alike
 from samestep.tree import register_batch_type as register_batch_type
-from samestep.tune import tune_cpu as tune_cpu
 
 if TYPE_CHECKING:
     from samestep.checkpoint import load as load
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from samestep.infer import map_batches as map_batches
     from samestep.loader import split_loader as split_loader
     from samestep.proof import check as check
+    from samestep.tune import tune_cpu as tune_cpu
 
 __all__ = [
     "DataParallel",
@@ -79,6 +79,7 @@ _LATER = {
     "map_batches": "infer",
     "save": "checkpoint",
     "split_loader": "loader",
+    "tune_cpu": "tune",
 }
 
 

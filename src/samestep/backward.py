@@ -39,7 +39,7 @@ Tensors = list[Tensor]
 MaybeTensors = list[Tensor | None]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class ShardGraphs:
     """The K graphs of one step: their leaves and the edges of their outputs, by placement.
 

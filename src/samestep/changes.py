@@ -37,7 +37,7 @@ __all__ = [
 MISSING = object()  # the shard has no such entry
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Entry:
     """One entry of one source cell that at least one shard changed."""
 
@@ -48,7 +48,7 @@ class Entry:
     is_buffer: bool
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Written:
     """A source tensor that forwards wrote in place: a link to it, and one value per shard."""
 
@@ -72,7 +72,7 @@ class Touched(NamedTuple):
     switched: list[str]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Changes:
     """What the forwards of one step wrote.
 

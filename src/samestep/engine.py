@@ -45,7 +45,7 @@ __all__ = ["Engine", "Job", "SerialEngine", "ThreadEngine", "plan_runs"]
 Drawing = Literal["watch", "intercept", "swap", "plain"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Job:
     """One shard's work.
 

@@ -49,7 +49,7 @@ __all__ = [
 Rows = tuple[int, int, int]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Link:
     """One source tensor and what it is in a replica."""
 

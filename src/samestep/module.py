@@ -9,13 +9,12 @@ Must not: contain any of the ideas it composes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from samestep.auto import Choice, apply_setting, can_choose, choose_replicas
 from samestep.devices import Device, Slot, plan_slots, resolve_device
 from samestep.mirror import start_alike
 from samestep.options import Options
@@ -26,6 +25,9 @@ from samestep.replicas import ReplicaStats
 from samestep.runtime import Runtime
 from samestep.state import check_buffers
 from samestep.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from samestep.auto import Choice
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -184,6 +186,8 @@ class DataParallel(Wrapper):
 
     def _open_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide the number of replicas with this batch, if it is one to decide with; run it."""
+        from samestep.auto import apply_setting, can_choose, choose_replicas  # for few models
+
         options, buffers = self._samestep_options, self._samestep_buffers
         with self._samestep_runtime.lock:
             if self._samestep_is_open and can_choose(self.module):

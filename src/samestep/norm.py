@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class CallStatistics:
     """What one call of a BatchNorm module saw: values per channel, mean, unbiased variance."""
 
@@ -53,7 +53,7 @@ class CallStatistics:
     factor: float  # the weight of this call in the running statistics
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class NormRecord:
     """The calls of one BatchNorm replica in one step; ``index``: the how manieth it is."""
 

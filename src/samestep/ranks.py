@@ -28,7 +28,7 @@ from samestep.spread import Spread
 __all__ = ["Call", "align_rows", "join_rows_within", "open_call"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Call:
     """One call: what depends on its plan alone, so that equal calls may share it.
 

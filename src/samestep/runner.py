@@ -22,7 +22,7 @@ from samestep.spread import Spread
 __all__ = ["Runner"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Runner:
     """How to run something on every shard of a call, in forward and again in backward.
 

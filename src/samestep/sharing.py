@@ -28,7 +28,7 @@ from samestep.tree import open_container
 __all__ = ["Forward", "share_forward"]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Forward:
     """What is known of a call after its forwards.
 
@@ -49,7 +49,7 @@ class Forward:
     has_gradients: bool
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Note:
     """What a rank says beside its shards' values."""
 

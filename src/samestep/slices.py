@@ -45,7 +45,7 @@ class _Part(NamedTuple):
     offsets: Sequence[int]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Span:
     """Neighbouring entries, or parts of them, that lie side by side in every subtree with them."""
 

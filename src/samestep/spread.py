@@ -32,7 +32,7 @@ T = TypeVar("T")
 MaybeTensors = list[Tensor | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Spread:
     """Which rank has which shards of a call.
 
