@@ -200,6 +200,13 @@ def make_meeting_place():
     return os.path.join(tempfile.mkdtemp(prefix="bench-"), "ranks")
 
 
+def make_apart(rank, count, name):
+    """A process with its share of the rows that exchanges nothing: what the cores can give."""
+    torch.set_num_threads(1)
+    net, x = make(name)
+    return make_step(name, net, x.chunk(count)[rank], 1)
+
+
 def _join(rank, count, place):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=count)

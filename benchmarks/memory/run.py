@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _harness import compare, describe_machine, ratio, save
+from _harness import Findings, compare, describe_machine, ratio
 
 from samestep import DataParallel
 
@@ -206,7 +206,7 @@ def ask(measure, name):
 # -- Parts -----------------------------------------------------------------------------------------
 
 
-def part_step(args):
+def part_step(args, findings):
     found = {name: ask("conv", name) for name in ("one shard", "kept", "recompute", "eager")}
     one = found["one shard"]
     print(
@@ -221,44 +221,58 @@ def part_step(args):
             f"{this['resident'] / MB:.1f} MB, {this['resident'] / one['resident']:.2f}; "
             f"leaves what 'kept' leaves: {is_equal}"
         )
-    return found
+        if name != "kept":
+            assert is_equal, "the gradients differ"
+            what = f"{name}: peak of {SHARDS} shards on one slot, of one shard's step"
+            findings.add(what, exactly(this["peak"] / one["peak"]), goal="<= 1.2")
+    findings.samples["step"] = found
 
 
-def part_time(args):
+def part_time(args, findings):
     variants = {name: conv_step(name)[1] for name in ("kept", "recompute", "eager")}
     samples = compare(variants, num_blocks=args.blocks)
-    for name in ("recompute", "eager"):
-        show(name, "kept", *ratio(samples, "kept", name))
+    value = ratio(samples, "kept", "recompute")
+    findings.add("recompute: time of keeping", value, goal="<= 1.4")
+    findings.add("eager: time of keeping", ratio(samples, "kept", "eager"))
     small = {
         name: make_step(Perceptron, (256, 64), 10, replicas=2, **options)[1]
         for name, options in (("two passes", {}), ("eager", {"eager_backward": True}))
     }
     quick = compare(small, num_blocks=3 * args.blocks)
-    show("perceptron, eager", "two passes", *ratio(quick, "two passes", "eager"))
-    return {"conv_ms": samples, "perceptron_ms": quick}
+    value = ratio(quick, "two passes", "eager")
+    findings.add("perceptron, eager: time of two passes", value, goal="<= 0.85")
+    findings.samples |= {"conv": samples, "perceptron": quick}
 
 
-def show(name, baseline, middle, low, high):
-    print(f"time of {name} over {baseline}: {middle:.2f} [{low:.2f}, {high:.2f}]")
-
-
-def part_replica(args):
+def part_replica(args, findings):
     rest = {number: ask("rest", number)["peak"] for number in (2, 8)}
     asked = {number: ask("replica", number) for number in (2, 3, 8)}
     step = {number: found["peak"] for number, found in asked.items()}
     parameters = asked[2]["parameters"]
-    print(f"parameters: {parameters / MB:.2f} MB, gradients the same")
-    print(f"one more replica at rest: {(rest[8] - rest[2]) / 6:.0f} bytes")
-    print(f"the third replica in a step: {(step[3] - step[2]) / MB:.2f} MB")
-    print(f"one more replica in a step, of 2 to 8: {(step[8] - step[2]) / 6 / MB:.2f} MB")
-    return {"parameters": parameters, "rest": rest, "step": step}
+    value = exactly((rest[8] - rest[2]) / 6)
+    findings.add("one more replica at rest", value, target=9, goal="<= 0", unit="bytes")
+    goal = f"<= {parameters / MB + 1:.2f}"  # as many bytes of gradients, and 1 MB
+    for few, many in ((2, 3), (2, 8)):
+        what = f"one more replica in a step, of {few} to {many}; gradients {parameters / MB:.1f} MB"
+        value = exactly((step[many] - step[few]) / (many - few) / MB)
+        findings.add(what, value, target=9, goal=goal, unit="MB")
+    findings.samples["replica"] = {"parameters": parameters, "rest": rest, "step": step}
 
 
-def part_flat(args):
-    found = {name: ask("flat", name) for name in ("kept", "eager", "recompute")}
-    for name, this in found.items():
-        print(f"{name}, {CALLS} calls: {this['bytes'] / 1e3:.0f} kB, objects {this['objects']}")
-    return found
+def part_flat(args, findings):
+    found = findings.samples["flat"] = {}
+    for name in ("kept", "eager", "recompute"):
+        found[name] = this = ask("flat", name)
+        what = f"{name}, growth over {CALLS} calls"
+        # A quarter of the smallest activation that could stay, at each call.
+        value = exactly(this["bytes"] / MB)
+        findings.add(what, value, target=10, goal="<= 5", unit="MB")
+        print(f"  objects that wait for the garbage collector: {this['objects']}")
+
+
+def exactly(value):
+    """A count: no interval."""
+    return (value,) * 3
 
 
 PARTS = {"step": part_step, "time": part_time, "replica": part_replica, "flat": part_flat}
@@ -276,9 +290,10 @@ def main():
         print(json.dumps(MEASURES[args.one[0]](args.one[1])))
         return
     print({key: value for key, value in describe_machine().items() if key != "environment"})
-    found = {name: PARTS[name](args) for name in args.only}
-    if args.save:
-        print(save(Path(__file__).parent, args.save, found))
+    findings = Findings()
+    for name in args.only:
+        PARTS[name](args, findings)
+        findings.save(Path(__file__).parent, args.save)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ Usage: python benchmarks/overhead/run.py [--blocks 40] [--save NAME]
 """
 
 import copy
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -44,15 +46,20 @@ def measure_passing_through(options, findings):
     value = differences(samples, "one slot", "plain")
     findings.add("one slot, a call", value, target=1, goal="<= 5", unit="us")
 
-    net, x = make("lenet")
+    net, x = make("mlp")
     steps = {
-        "plain": make_step("lenet", net, x, 1),
-        "one slot": make_step("lenet", DataParallel(copy.deepcopy(net), replicas=1), x, 1),
+        "plain": make_step("mlp", net, x, 1),
+        "one slot": make_step("mlp", DataParallel(copy.deepcopy(net), replicas=1), x, 1),
     }
-    samples = findings.samples["lenet"] = compare(steps, **bounds)
+    # Many short blocks: what is looked for is smaller than what one block is off by.
+    samples = compare(
+        steps, num_blocks=20 * options.blocks, max_seconds=3 * options.seconds, block_seconds=0.01
+    )
+    findings.samples["mlp"] = samples
     pairs = zip(samples["one slot"], samples["plain"], strict=True)
     value = median_ratio([(own / theirs - 1) * 100 for own, theirs in pairs])
-    findings.add("one slot, a step of lenet", value, target=1, goal="<= 0.5", unit="%")
+    ms = single(samples, "plain").middle
+    findings.add(f"one slot, a step of {ms:.1f} ms", value, target=1, goal="<= 0.5", unit="%")
 
 
 def measure_looking(options, findings):
@@ -99,11 +106,19 @@ def measure_starting(options, findings):
     findings.samples["starting"] = samples
     value = single(samples, "replicas")
     findings.add("8 CPU replicas of res20", value, target=8, goal="<= 5", unit="ms")
+    # With compiled files, as a package that was installed has them: the first run makes them.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     words = [sys.executable, "-c", IMPORT]
-    times = [
-        float(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-        for _ in range(max(3, options.blocks // 5))
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        environment["PYTHONPYCACHEPREFIX"] = folder
+        _, *times = [
+            float(
+                subprocess.run(
+                    words, check=True, capture_output=True, text=True, env=environment
+                ).stdout
+            )
+            for _ in range(max(4, options.blocks // 4))
+        ]
     findings.samples["import"] = {"import": times}
     value = median_ratio(times)
     findings.add("import samestep, after torch", value, target=8, goal="<= 30", unit="ms")

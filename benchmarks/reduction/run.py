@@ -3,7 +3,6 @@
 Usage: python benchmarks/reduction/run.py [--blocks 40] [--save NAME]
 """
 
-import random
 import sys
 import threading
 from pathlib import Path
@@ -11,8 +10,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _harness import Findings, compare, make_parser, median_ratio, ratio, single
+from _harness import Findings, compare, make_parser, median_ratio, single
+from _models import make, make_step
 
+from samestep import DataParallel, backward
 from samestep.devices import count_cores
 from samestep.engine import ThreadEngine
 from samestep.reduce import TreeSum, sum_lists, sum_slices
@@ -62,32 +63,45 @@ def measure_small(options, findings):
                  unit="us")  # fmt: skip
 
 
-def measure_order(options, findings):
-    """Eight shards arrive in any order; add in the canonical tree, or as they come."""
-    shards = [[torch.randn(50_000) for _ in range(20)] for _ in range(NUM_SHARDS)]
-    draw = random.Random(0)
-    orders = [draw.sample(range(NUM_SHARDS), NUM_SHARDS) for _ in range(64)]
-    turn = iter(range(1 << 60))
+class Arrival:
+    """What a step could do instead of the canonical tree: add as the shards come."""
 
-    def canonical():
-        total = TreeSum(NUM_SHARDS, sum_lists)
-        for index in orders[next(turn) % len(orders)]:
-            total.add(index, shards[index])
-        return total.result()
+    def __init__(self, num_values, combine, *, by_thread=False):
+        self._combine, self._lock, self._total = combine, threading.Lock(), None
 
-    def arrival():
-        lock, total = threading.Lock(), None
-        for index in orders[next(turn) % len(orders)]:
-            with lock:
-                total = shards[index] if total is None else sum_lists(total, shards[index])
-        return total
+    def add(self, index, value):
+        with self._lock:
+            self._total = value if self._total is None else self._combine(self._total, value)
 
-    variants = {"canonical": canonical, "arrival": arrival}
-    samples = compare(variants, num_blocks=options.blocks, max_seconds=options.seconds)
-    findings.samples["order"] = samples
-    middle, low, high = ratio(samples, "arrival", "canonical")
-    value = tuple((part - 1) * 100 for part in (middle, low, high))
-    what = f"{NUM_SHARDS} shards, canonical tree over order of arrival"
+    def parts(self):
+        return {(0, 0): self._total}
+
+
+def measure_order(name, options, findings):
+    """A training step of eight shards on all cores, its gradients added in one order or another."""
+    cores = count_cores()
+    net, x = make(name)
+    model = DataParallel(net, replicas=NUM_SHARDS, workers=cores)
+    step = make_step(name, model, x, 1)
+
+    def use(kind):
+        def run():
+            backward.TreeSum = kind
+            return step()
+
+        return run
+
+    samples = compare(
+        {"canonical": use(TreeSum), "arrival": use(Arrival)},
+        num_blocks=10 * options.blocks,
+        max_seconds=2 * options.seconds,
+        block_seconds=0.02,
+    )
+    backward.TreeSum = TreeSum
+    findings.samples[f"order, {name}"] = samples
+    pairs = zip(samples["canonical"], samples["arrival"], strict=True)
+    value = median_ratio([(own / theirs - 1) * 100 for own, theirs in pairs])
+    what = f"{name}, a step of {NUM_SHARDS} shards, canonical tree over order of arrival"
     findings.add(what, value, target=11, goal="<= 3", unit="%")
 
 
@@ -95,8 +109,10 @@ def main():
     options = make_parser(__doc__, seconds=10).parse_args()
     torch.set_num_threads(1)
     findings = Findings()
-    for measure in (measure_bandwidth, measure_small, measure_order):
-        measure(options, findings)
+    measure_bandwidth(options, findings)
+    measure_small(options, findings)
+    for name in ("mlp", "lstm"):
+        measure_order(name, options, findings)
         findings.save(Path(__file__).parent, options.save)
 
 

@@ -5,6 +5,7 @@ Usage: python benchmarks/training/run.py [--models mlp ...] [--blocks 40] [--sav
 
 import copy
 import math
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from _harness import Findings, Processes, compare, geometric_mean, make_parser, ratio
-from _models import MODELS, make, make_ddp, make_meeting_place, make_step
+from _models import MODELS, make, make_apart, make_ddp, make_meeting_place, make_step
 
 import samestep
 from samestep.devices import count_cores
+from samestep.tune import ENVIRONMENT
 
 COMPUTE_BOUND = ("res20", "lstm", "gpt", "caps")
 MIXES_ROWS = ("res20",)  # BatchNorm sees the shard's rows, ours as DDP's: not the plain loss
@@ -28,13 +30,18 @@ def measure(name, options, findings):
     net, x = make(name)
     cores, count = count_cores(), options.replicas
     wrapped = samestep.DataParallel(copy.deepcopy(net), replicas=count)
-    with Processes(make_ddp, name, make_meeting_place(), count=count) as ddp:
+    with (
+        Processes(make_ddp, name, make_meeting_place(), count=count) as ddp,
+        Processes(make_apart, name, count=count) as apart,
+    ):
         variants = {PLAIN: make_step(name, net, x, 1), "ours": make_step(name, wrapped, x, 1)}
         if cores > 1:
             variants[f"plain, {cores} threads"] = make_step(name, net, x, cores)
         check_losses(name, variants, ddp)
         samples = compare(
-            variants | {"DDP": ddp}, num_blocks=options.blocks, max_seconds=options.seconds
+            variants | {"DDP": ddp, "apart": apart},
+            num_blocks=options.blocks,
+            max_seconds=options.seconds,
         )
     torch.set_num_threads(1)
     findings.samples[name] = samples
@@ -50,6 +57,8 @@ def measure(name, options, findings):
     is_long = ms >= 10
     value = ratio(samples, "ours", plain)
     findings.add(f"{name}: times plain", value, target=2, goal=">= 1.0" if is_long else None)
+    what = f"{name}: what {count} processes give that exchange nothing, times plain"
+    findings.add(what, ratio(samples, "apart", plain), target=2)
     goal = ">= 1.0" if ms > 5 else ">= 1.5"
     findings.add(f"{name}: times DDP", ratio(samples, "ours", "DDP"), target=3, goal=goal)
     pairs = {
@@ -74,10 +83,11 @@ def main():
     parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--replicas", type=int, default=max(2, count_cores()))
-    parser.add_argument("--tuned", action="store_true", help="call samestep.tune_cpu() first")
+    parser.add_argument("--tuned", action="store_true", help="freed memory stays, on all sides")
     options = parser.parse_args()
     if options.tuned:
         print(samestep.tune_cpu())
+        os.environ.update(ENVIRONMENT)  # the same for the other processes
     findings = Findings()
     found = []
     for name in options.models:
