@@ -176,3 +176,10 @@ def test_a_training_step_adds_the_cutting_the_joining_and_one_sum():
         added[name] -= 2 * count
     # Cut forward, and the gradient of the joined output cut again; all gradients added at once.
     assert +added == {"slice": 4, "cat": 1, "_foreach_add": 1}
+
+
+def test_a_forward_that_runs_again_notes_no_statistics_again():
+    model = DataParallel(nn.Sequential(make_mlp(), nn.BatchNorm1d(4)), replicas=2, recompute=True)
+    names = count_calls(model, training(model))
+    assert names["record"] == 4  # two shards, twice
+    assert names["_factor"] == 2

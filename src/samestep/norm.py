@@ -55,11 +55,15 @@ class CallStatistics:
 
 @dataclass(eq=False, repr=False)
 class NormRecord:
-    """The calls of one BatchNorm replica in one step; ``index``: the how manieth it is."""
+    """The calls of one BatchNorm replica in one step; ``index``: the how manieth it is.
+
+    While ``is_paused``, calls are not noted: a forward that runs again was noted before.
+    """
 
     module: nn.Module
     index: int
     calls: list[CallStatistics] = field(default_factory=list)
+    is_paused: bool = False
 
 
 def has_batch_norm(module: nn.Module) -> bool:
@@ -110,7 +114,12 @@ def record(
     module: _BatchNorm, forward: Any, found: NormRecord, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Run ``forward`` and note what the call did to the running statistics."""
-    if not _tracks(module) or module.running_mean is None or module.running_var is None:
+    if (
+        found.is_paused
+        or not _tracks(module)
+        or module.running_mean is None
+        or module.running_var is None
+    ):
         output: Tensor = forward(module, *args, **kwargs)
         return output
     mean, variance = module.running_mean.clone(), module.running_var.clone()

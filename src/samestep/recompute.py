@@ -74,13 +74,22 @@ class Recomputation:
 
     @contextlib.contextmanager
     def _buffers_as_they_were(self) -> Iterator[None]:
-        now = [link.copy.detach().clone() for link, _ in self._buffers]
+        copies = [link.copy for link, _ in self._buffers]
+        norms = self._replica.norms
         with torch.no_grad():
-            for link, before in self._buffers:
-                link.copy.copy_(before)
+            now = [copy.clone() for copy in copies]
+            _write(copies, [before for _, before in self._buffers])
+        for norm in norms:
+            norm.is_paused = True
         try:
             yield
         finally:
+            for norm in norms:
+                norm.is_paused = False
             with torch.no_grad():
-                for (link, _), value in zip(self._buffers, now, strict=True):
-                    link.copy.copy_(value)
+                _write(copies, now)
+
+
+def _write(targets: list[Tensor], values: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, values)
