@@ -14,7 +14,7 @@ MAX_LINES = 450
 # From the ground up. A module may import our own modules only from layers before its own, so two of
 # one layer know nothing of each other.
 LAYERS = [
-    ("ground", "errors adapters devices holders segments snapshot progress trace tune"),
+    ("ground", "errors adapters devices holders intercept segments snapshot progress trace tune"),
     ("what a container is", "tree"),
     ("what cutting and joining share", "rows dims"),
     (

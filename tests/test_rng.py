@@ -148,6 +148,20 @@ def test_dropout_keeps_the_expected_share_and_scales_the_rest(p):
     assert torch.equal(kept, torch.full_like(kept, 1 / (1 - p) if p < 1 else 0))
 
 
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (1,), (7, 33)])
+@pytest.mark.parametrize("function", [F.dropout, torch.dropout])
+def test_dropout_is_bit_for_bit_that_of_torch(function, shape, dtype, p):
+    stream = Stream(Draws(), 0)
+    values = torch.randn(shape).to(dtype)
+    with use_stream(stream, intercept=True):
+        found = [function(values, p, True) for _ in range(8)]
+    torch.manual_seed(stream.generator().initial_seed())
+    for one in found:
+        assert torch.equal(one, function(values, p, True))
+
+
 def test_the_gradient_of_dropout_has_the_mask_of_its_forward():
     model = use_workers(DataParallel(nn.Dropout(0.5), replicas=3), 3)
     x = torch.ones(6, 40, requires_grad=True)

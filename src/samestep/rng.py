@@ -1,10 +1,9 @@
 """Random numbers: one stream per shard, ruled by the caller's generator.
 
 What it holds: :class:`Draws` (one call's seed, drawn from the caller's generator when first
-needed), :class:`Stream` (one shard's generator) and the function mode that hands a shard's
-generator to the random functions called in its thread. Why: on the CPU all threads share torch's
-one default generator, so the numbers that a replica sees would depend on thread timing, and
-``torch.manual_seed`` would rule nothing.
+needed), :class:`Stream` (one shard's generator) and :class:`use_stream`, in which it rules the
+thread. Why: on the CPU all threads share torch's one default generator, so the numbers that a
+replica sees would depend on thread timing, and ``torch.manual_seed`` would rule nothing.
 
 Guarantees:
 - The numbers depend on the caller's generator and the shard's index; not on threads, timing,
@@ -13,14 +12,6 @@ Guarantees:
 - A model that draws nothing pays nothing: :class:`Watch` sees afterwards whether the default
   generator moved although no function was intercepted; the engine's caller then runs again.
 Must not: know modules. Not covered: Python's ``random`` and numpy, which have streams of their own.
-
-[Note: three ways to draw]
-1. A function that takes ``generator=`` gets the shard's own; an explicit CPU generator of the
-user's
-   is replaced by a shard's stream that is derived from it in the same way.
-2. ``dropout`` is computed here with the shard's generator, as torch does it.
-3. The rest (an LSTM's inner dropout, attention with dropout, ...) runs under one lock with the
-   shard's state swapped into the default generator and out again.
 
 [Note: thread-aware state] ``torch.get_rng_state``, ``set_rng_state``, ``manual_seed`` and
 ``fork_rng`` all go through the name ``default_generator`` in the module ``torch.random``.
@@ -33,17 +24,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+
+from samestep.intercept import StreamMode
 
 __all__ = [
     "Draws",
@@ -156,6 +145,7 @@ class Stream:
         self._draws = draws
         self._index = index
         self._generators: dict[int, torch.Generator] = {}
+        self._default: torch.Generator | None = None  # the one of them that is asked for most
 
     @property
     def is_used(self) -> bool:
@@ -164,7 +154,12 @@ class Stream:
 
     def generator(self, user: torch.Generator | None = None) -> torch.Generator:
         """The shard's generator: of the default stream, or derived from ``user``."""
-        source = _REAL if user is None else user
+        if user is None:
+            self._default = self._default or self._find(_REAL)
+            return self._default
+        return self._find(user)
+
+    def _find(self, source: torch.Generator) -> torch.Generator:
         if source in self._generators.values():
             return source
         found = self._generators.get(id(source))
@@ -217,7 +212,7 @@ class use_stream:
 
     def __init__(self, stream: Stream, *, intercept: bool) -> None:
         self._stream = stream
-        self._mode = _StreamMode(stream) if intercept else None
+        self._mode = StreamMode(stream) if intercept else None
 
     def __enter__(self) -> None:
         if _random.default_generator is not _PROXY:
@@ -253,157 +248,6 @@ class Watch:
         """Put the default generator back to where it was."""
         with _lock:
             _REAL.set_state(self.before)
-
-
-# ---------------------------------------------------------------------------
-# The function mode
-# ---------------------------------------------------------------------------
-
-
-class _StreamMode(TorchFunctionMode):
-    """Gives random functions the shard's generator. See [Note: three ways to draw]."""
-
-    def __init__(self, stream: Stream) -> None:
-        super().__init__()
-        self._stream = stream
-        self._handlers = _handlers()
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        handler = self._handlers.get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        return handler(self._stream, func, args, kwargs or {})
-
-
-Handler = Callable[[Stream, Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-@functools.cache
-def _handlers() -> dict[Any, Handler]:
-    """What to do with each random function. Built at first use: importing stays cheap."""
-    table: dict[Any, Handler] = {}
-    for func in _names(torch, _TAKE_GENERATOR) + _names(torch.Tensor, _TENSOR_METHODS):
-        table[func] = _with_generator
-    for func in _names(torch.nn.init, _INITIALISERS):
-        table[func] = _with_generator
-    for func in _names(torch, _SWAPPED) + _names(F, _SWAPPED_FUNCTIONAL):
-        table[func] = _swapped
-    for func in _names(torch, _RECURRENT):
-        table[func] = _recurrent
-    table[F.dropout] = table[torch.dropout] = _dropout
-    table[torch.dropout_] = functools.partial(_dropout, inplace=True)
-    return table
-
-
-_TAKE_GENERATOR = (
-    "rand randn randint randperm normal bernoulli multinomial poisson binomial "
-    "rand_like randn_like randint_like _standard_gamma _sample_dirichlet"
-)
-_TENSOR_METHODS = (
-    "uniform_ normal_ exponential_ geometric_ log_normal_ cauchy_ random_ bernoulli_ "
-    "bernoulli multinomial"
-)
-_INITIALISERS = (
-    "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
-    "kaiming_normal_ orthogonal_ sparse_"
-)
-_SWAPPED = (
-    "alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout "
-    "feature_alpha_dropout_ native_dropout rrelu rrelu_"
-)
-_SWAPPED_FUNCTIONAL = (
-    "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax "
-    "multi_head_attention_forward scaled_dot_product_attention "
-    "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
-    "fractional_max_pool3d_with_indices"
-)
-_RECURRENT = "lstm gru rnn_tanh rnn_relu"
-
-
-def _names(module: Any, names: str) -> list[Any]:
-    return [getattr(module, name) for name in names.split() if hasattr(module, name)]
-
-
-def _with_generator(
-    stream: Stream, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    user = kwargs.get("generator")
-    if user is not None and user.device.type != "cpu":
-        return func(*args, **kwargs)
-    try:
-        return func(*args, **{**kwargs, "generator": stream.generator(user)})
-    except TypeError:
-        # An overload (or an older torch) without ``generator=``; nothing was drawn yet.
-        return _swapped(stream, func, args, kwargs)
-    except RuntimeError as error:
-        # A CPU generator for another device's tensor: that device's own is seeded per shard.
-        if "device type" not in str(error):
-            raise
-        return func(*args, **kwargs)
-
-
-def _swapped(stream: Stream, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _may_draw(func, args, kwargs):
-        return func(*args, **kwargs)
-    with stream.swapped_in():
-        return func(*args, **kwargs)
-
-
-def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """False where the arguments say that nothing is drawn, so that the lock is not taken."""
-    if func is F.scaled_dot_product_attention:
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    if func is F.multi_head_attention_forward:
-        probability = args[10] if len(args) > 10 else kwargs["dropout_p"]
-        return bool(probability) and bool(kwargs.get("training", True))
-    return bool(kwargs.get("training", True)) and bool(kwargs.get("p", 1.0))
-
-
-def _recurrent(stream: Stream, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Both overloads pass (..., num_layers, dropout, train, ...); dropout is the only float.
-    at = next((i for i, arg in enumerate(args) if type(arg) is float), None)
-    if at is not None and (args[at] == 0.0 or not args[at + 1]):
-        return func(*args, **kwargs)
-    return _swapped(stream, func, args, kwargs)
-
-
-def _dropout(
-    stream: Stream,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inplace: bool = False,
-) -> Any:
-    values, p, training, inplace = _dropout_arguments(*args, **{"inplace": inplace, **kwargs})
-    if not training or not 0.0 < p < 1.0 or values.device.type != "cpu" or not values.numel():
-        return func(*args, **kwargs)  # nothing to draw, or a p that torch will refuse
-    if _is_watched():
-        return _swapped(stream, func, args, kwargs)  # the same numbers
-    noise = torch.empty_like(values).bernoulli_(1.0 - p, generator=stream.generator())
-    noise.div_(1.0 - p)
-    return values.mul_(noise) if inplace else values * noise
-
-
-def _is_watched() -> bool:
-    """Whether a function mode of the caller's is active: it must see dropout, not what we make of
-    it. Our own mode is off while it handles a call."""
-    if torch._C._len_torch_function_stack() == 0:
-        return False
-    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
-
-
-def _dropout_arguments(
-    values: Tensor, p: float = 0.5, training: bool = True, train: bool = True, inplace: bool = False
-) -> tuple[Tensor, float, bool, bool]:
-    """``F.dropout`` and ``torch.dropout`` name the third argument differently."""
-    return values, p, training and train, inplace
 
 
 # ---------------------------------------------------------------------------
