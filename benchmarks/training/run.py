@@ -35,8 +35,11 @@ def measure(name, options, findings):
         Processes(make_apart, name, count=count) as apart,
     ):
         variants = {PLAIN: make_step(name, net, x, 1), "ours": make_step(name, wrapped, x, 1)}
+        chosen = samestep.DataParallel(copy.deepcopy(net), replicas="auto")
         if cores > 1:
             variants[f"plain, {cores} threads"] = make_step(name, net, x, cores)
+        # It chooses at its first step, which is dropped, for the threads that the caller has.
+        variants["auto"] = make_step(name, chosen, x, cores)
         check_losses(name, variants, ddp)
         samples = compare(
             variants | {"DDP": ddp, "apart": apart},
@@ -59,6 +62,10 @@ def measure(name, options, findings):
     findings.add(f"{name}: times plain", value, target=2, goal=">= 1.0" if is_long else None)
     what = f"{name}: what {count} processes give that exchange nothing, times plain"
     findings.add(what, ratio(samples, "apart", plain), target=2)
+    print(f"{name}: replicas='auto' chose {chosen.choice}")
+    like = PLAIN if cores == 1 else f"plain, {cores} threads"
+    what = f"{name}: replicas='auto', times plain on {cores} threads"
+    findings.add(what, ratio(samples, "auto", like), target=2, goal=">= 0.98")
     goal = ">= 1.0" if ms > 5 else ">= 1.5"
     findings.add(f"{name}: times DDP", ratio(samples, "ours", "DDP"), target=3, goal=goal)
     pairs = {
