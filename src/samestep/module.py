@@ -156,9 +156,10 @@ class DataParallel(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the whole batch; see the class."""
-        module = self.module
         if self._samestep_is_single:
-            args, kwargs = self._samestep_runtime.to_slot(module, args, kwargs)
+            module: Any = self._modules["module"]  # as an attribute it takes ten times as long
+            if not self._samestep_runtime.can_watch:
+                args, kwargs = self._samestep_runtime.to_slot(module, args, kwargs)
             return module(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _run_uncompiled(self, args, kwargs)
