@@ -27,9 +27,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import GeneratorType
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +43,7 @@ __all__ = [
     "CallerContext",
     "Shard",
     "ThreadGuard",
+    "close_checkpoints",
     "current_shard",
     "has_modes",
     "make_shards",
@@ -49,6 +53,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 
 @dataclass(frozen=True)
@@ -267,6 +272,20 @@ class CallerContext:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
         if self._device is not None:
             stack.enter_context(device if self._device == self._home else self._device)
+
+
+def close_checkpoints(error: BaseException) -> None:
+    """Leave the activation checkpoints that an error came through.
+
+    Before torch 2.13 a checkpoint whose function raised left its hooks for saved tensors in the
+    thread, until its generator was collected, perhaps by another thread. A worker would run its
+    next shards under them.
+    """
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_code.co_filename.endswith(_CHECKPOINT):
+            generator = frame.f_locals.get("gen")
+            if isinstance(generator, GeneratorType):
+                generator.close()
 
 
 # ---------------------------------------------------------------------------

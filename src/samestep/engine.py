@@ -27,6 +27,7 @@ from samestep.context import (
     CallerContext,
     Shard,
     ThreadGuard,
+    close_checkpoints,
     has_modes,
     use_num_threads,
     use_shard,
@@ -205,11 +206,10 @@ class Engine(abc.ABC):
             else:
                 with use_num_threads(count, keep=not context.is_own_thread):
                     outcome.value = context.run(job, device)
-        except Exception as error:
-            outcome.error = error
         except BaseException as error:
+            close_checkpoints(error)
             outcome.error = error
-            return False
+            return isinstance(error, Exception)
         return True
 
 
