@@ -13,7 +13,7 @@ if [ "${2:-}" = quick ]; then
   bounds="--blocks 5 --seconds 1"; training="$bounds --models mlp lenet lstm"
   ranks="$bounds --models mlp --ranks 2"; inference="--blocks 4 --batches 10"; share=4
 else
-  bounds="--blocks 40 --seconds 6"; training="--blocks 40 --seconds 18"
+  bounds="--blocks 40 --seconds 6"; training="--blocks 40 --seconds 12"
   ranks="$bounds --ranks 2 4"; inference="--blocks 8 --batches 100"; share=1
 fi
 # The script's own threads do not spin on the cores of the others; each step sets how many it uses.
@@ -28,7 +28,8 @@ run() {
 run overhead 60 $bounds
 run random 40 $bounds
 run sync 60 $bounds
-run reduction 40 $bounds
+run reduction 60 $bounds
+run memory 120 --only step replica flat
 run training 290 $training
 run ranks 150 $ranks
 run inference 80 $inference
