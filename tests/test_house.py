@@ -15,7 +15,7 @@ MAX_LINES = 450
 # one layer know nothing of each other.
 LAYERS = [
     ("ground", "errors adapters devices segments snapshot progress trace tune"),
-    ("what a container is", "tree"),
+    ("what a container is, and how it is copied again", "tree pattern reach"),
     ("what cutting and joining share", "rows dims"),
     (
         "one idea each",

@@ -171,7 +171,8 @@ def as_leaf(data: Tensor, source: Tensor) -> Tensor:
     gradient."""
     if isinstance(source, nn.Parameter):
         # Not nn.Parameter(data): a subclass may have a constructor of its own.
-        with torch.inference_mode(source.is_inference()):
+        mode = torch.inference_mode() if source.is_inference() else contextlib.nullcontext()
+        with mode:
             return torch.Tensor._make_subclass(type(source), data, source.requires_grad)
     return data.requires_grad_(source.requires_grad)
 

@@ -38,6 +38,7 @@ from samestep.errors import ReplicaError
 from samestep.follow import Follower
 from samestep.links import Link, Rows, as_leaf, copy_to, get_addresses
 from samestep.norm import NormRecord
+from samestep.pattern import Pattern
 from samestep.snapshot import Snapshot
 
 __all__ = ["BringHome", "LazyError", "Replica", "find_replica", "home_device"]
@@ -80,6 +81,8 @@ class Replica:
         source: the module to replicate.
         slot: whose replica this is.
         share: False: hold copies even of parameters on the same device (as on another device).
+        model: another replica of ``source`` as it is now: what was found out for it holds here.
+        pattern: that of the model's follower.
 
     Attributes:
         module: the copy, a real module of the same class: the replica itself.
@@ -98,6 +101,8 @@ class Replica:
         written: Container[int] = (),
         rows: Mapping[int, Rows] = MappingProxyType({}),
         lock: threading.RLock | None = None,
+        model: Replica | None = None,
+        pattern: Pattern | None = None,
     ) -> None:
         self.slot = slot
         self.lock = lock or threading.RLock()
@@ -113,18 +118,40 @@ class Replica:
         self._names: dict[int, str] = {}
         self._targets: dict[int, Any] = {}
         self.source = source
-        self.home = home_device(source)
-        self._storages = {_get_storage(parameter) for parameter in source.parameters()} - {0}
-        self.follower = Follower(source, self._link, devices={self.home: slot.device})
+        self.home: torch.device
+        self._storages: set[int]
+        if model is None:
+            self.home = home_device(source)
+            self._storages = {_get_storage(parameter) for parameter in source.parameters()} - {0}
+        else:
+            self.home, self._storages = model.home, model._storages
+        with torch.inference_mode(False), torch.no_grad():
+            self.follower = self._copy_tree(model, pattern)
+        self.module = self.follower.root
+        self._targets = (
+            {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
+            if model is None or pattern is None
+            else model._targets
+        )
+        _registry[self.module] = weakref.ref(self)
+
+    def _copy_tree(self, model: Replica | None, pattern: Pattern | None) -> Follower:
+        devices = {self.home: self.slot.device}
+        if model is not None and pattern is not None:
+            leaves = {key: self._link(link.source, link.path) for key, link in model.links.items()}
+            return model.follower.repeat(pattern, self._link, devices, leaves)
+        follower = Follower(self.source, self._link, devices)
         for link in self.links.values():
             if isinstance(link.source, nn.Parameter):
                 # What the user put on a parameter belongs to the replica's parameter too.
-                self.follower.add_cell(link.source.__dict__, link.copy.__dict__, link.path)
-        self.module = self.follower.root
-        self._targets = {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
-        self.snapshot = Snapshot([target for _, target in self.follower.cells])
+                tags = link.source.__dict__
+                follower.add_cell(tags, link.copy.__dict__, link.path, link.source)
+        return follower
+
+    def settle(self) -> None:
+        """Take the replica for what it is now: the source module's equal, made ready to run."""
         self.index()
-        _registry[self.module] = weakref.ref(self)
+        self.snapshot = Snapshot([target for _, target in self.follower.cells])
 
     def original(self, value: Any) -> Any:
         """Return the source's object that ``value`` is this replica's copy of, or ``value``."""
@@ -177,8 +204,9 @@ class Replica:
     def update(self, cells: Iterable[Any]) -> int:
         """Bring the copies of these source cells up to date; returns how many there were."""
         indices = [self._targets[id(cell)] for cell in cells if id(cell) in self._targets]
-        for index in indices:
-            self.follower.update(index)
+        with torch.inference_mode(False), torch.no_grad():
+            for index in indices:
+                self.follower.update(index)
         return len(indices)
 
     def prune(self, live: set[int]) -> None:
@@ -291,6 +319,8 @@ class Replica:
     def _set_clocks(self) -> None:
         """See [Note: batch_norm has no version]."""
         for module, copied in self.follower.modules:
+            if not any(name in module._buffers for name in _UNVERSIONED):
+                continue
             buffers = dict(module.named_buffers(recurse=False))
             counter = self.links.get(id(buffers.get("num_batches_tracked")))
             for name in _UNVERSIONED & buffers.keys():
@@ -326,18 +356,18 @@ class Replica:
             is_parameter, is_suspect = True, not self._share or source.device != self.slot.device
         is_private = is_suspect or rows is not None or not is_parameter
         is_alias = self._share and not is_private and source.device == self.slot.device
-        with torch.inference_mode(False), torch.no_grad():
-            data = source.detach()
-            if rows is not None:
-                data = data.narrow(*rows)
-            if not is_alias:
-                data = copy_to(data, self.slot.device)
-            copy = as_leaf(data, source)
-        tags = self.target(getattr(source, "__dict__", None))
+        data = source.detach()
+        if rows is not None:
+            data = data.narrow(*rows)
+        if not is_alias:
+            data = copy_to(data, self.slot.device)
+        copy = as_leaf(data, source)
+        tags = self.target(source.__dict__) if self._targets else None
         if tags is not None:
             copy.__dict__ = tags  # a parameter that was linked before keeps what hangs on it
         link = Link(source, copy, path, is_alias, is_private, is_suspect, rows=rows)
-        link.mark_equal()
+        if not is_alias:
+            link.mark_equal()
         self.links[id(source)] = self._by_copy[id(copy)] = link
         return copy
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from samestep.devices import Slot
 from samestep.links import Carried, Rows, Stamps, copy_all, num_bytes, write
+from samestep.pattern import Pattern
 from samestep.replica import BringHome, Replica
 from samestep.snapshot import Snapshot
 
@@ -162,12 +163,10 @@ class ReplicaSet:
                 self._cut_anew(slot, plans.get(slot.index, {}))
         if self._snapshot is not None and not (self._follow() and self._follow_tensors()):
             self.clear()
-        replicas = []
-        for slot in slots:
-            replica = self._replicas.get(slot.index)
-            if replica is None:
-                replica = self._build(source, slot, plans.get(slot.index, {}))
-            replicas.append(replica)
+        missing = [slot for slot in slots if slot.index not in self._replicas]
+        if missing:
+            self._build(source, missing, plans)
+        replicas = [self._replicas[slot.index] for slot in slots]
         if not self._listed:
             self._list_tensors()
         for replica in replicas:
@@ -206,22 +205,39 @@ class ReplicaSet:
         replica.rows = rows
         self.mark_dirty([cell for cell, _ in replica.follower.cells if _holds(cell, ids)])
 
-    def _build(self, source: nn.Module, slot: Slot, rows: Mapping[int, Rows]) -> Replica:
-        replica = Replica(
-            source, slot, share=self._share, written=self._written, rows=rows, lock=self.lock
-        )
-        self._prepare(replica)
-        replica.snapshot.take()
-        self._replicas[slot.index] = replica
-        self._counts[0] += 1
-        if self._snapshot is None:
-            self._snapshot = Snapshot([cell for cell, _ in replica.follower.cells])
-            self._untracked = Snapshot(replica.follower.untracked)
-            self._modules = [module for module, _ in replica.follower.modules]
-            self._types = list(map(type, self._modules))
+    def _build(
+        self,
+        source: nn.Module,
+        slots: Sequence[Slot],
+        plans: Mapping[int, Mapping[int, Rows]],
+    ) -> None:
+        model: Replica | None = None
+        pattern: Pattern | None = None
+        for slot in slots:
+            replica = Replica(
+                source,
+                slot,
+                share=self._share,
+                written=self._written,
+                rows=plans.get(slot.index, {}),
+                lock=self.lock,
+                model=model,
+                pattern=pattern,
+            )
+            self._prepare(replica)
+            replica.settle()
+            self._replicas[slot.index] = replica
+            if model is None and len(slots) > 1:
+                model, pattern = replica, replica.follower.pattern()
+        self._counts[0] += len(slots)
         self._steady = None
         self._listed = False
-        return replica
+        if self._snapshot is None:
+            follower = self._replicas[slots[0].index].follower
+            self._snapshot = Snapshot([cell for cell, _ in follower.cells])
+            self._untracked = Snapshot(follower.untracked)
+            self._modules = [module for module, _ in follower.modules]
+            self._types = list(map(type, self._modules))
 
     def _follow(self) -> bool:
         """Bring all replicas up to date; False if that needs new ones."""

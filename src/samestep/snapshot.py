@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Cell", "Snapshot", "fill", "key_text", "refill", "set_entry", "show_path"]
+__all__ = ["Cell", "Snapshot", "iter_items", "key_text", "refill", "set_entry", "show_path"]
 
 Cell = Any
 
@@ -100,21 +100,21 @@ class Snapshot:
         return contents
 
 
-def fill(target: Cell, source: Cell, copy: Callable[[Any, str], Any]) -> None:
-    """Replace what ``target`` holds by copies of what ``source`` holds; the types agree."""
-    if isinstance(source, dict):
-        entries = [
-            (copy(k, f"[{k!r}]"), copy(v, key_text(k))) for k, v in _base(source).items(source)
-        ]
-        _base(target).clear(target)
-        for key, value in entries:
-            set_entry(target, key, value)
-    else:
-        refill(target, [copy(value, f"[{i}]") for i, value in enumerate(source)])
+def iter_items(cell: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """The entries of a dictionary, past any method of the user's class."""
+    return _base(cell).items(cell)
 
 
 def refill(cell: Cell, values: Iterable[Any]) -> None:
-    """Replace what a list, set or deque holds."""
+    """Replace what a cell holds; ``values`` are pairs where it is a dictionary."""
+    if isinstance(cell, dict):
+        _base(cell).clear(cell)
+        if type(cell) in (dict, OrderedDict):
+            cell.update(values)
+        else:
+            for key, value in values:
+                set_entry(cell, key, value)
+        return
     cell.clear()
     cell.update(values) if isinstance(cell, set) else cell.extend(values)
 
