@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from samestep import DataParallel
+from samestep.devices import Slot
 from samestep.engine import ThreadEngine
+from samestep.replicas import ReplicaSet
 from samestep.workers import WorkerPool
 
 PACKAGE = str(Path(samestep.__file__).parent)
@@ -157,6 +160,51 @@ def test_looking_for_changes_makes_no_tensor():
     model = DataParallel(nn.Sequential(make_mlp(), nn.BatchNorm1d(4)), replicas=3)
     training(model)()
     assert not count_operations(model.refresh)
+
+
+def make_set(num_layers, **options):
+    """Replicas, and what refreshes them, after every parameter has changed."""
+    net, replicas = make_deep(num_layers), ReplicaSet(**options)
+    slots = [Slot(k, torch.device("cpu")) for k in range(8)]
+
+    def renew(num_slots=2):
+        increment_version(list(net.parameters()))
+        replicas.refresh(net, slots[:num_slots])
+
+    return renew
+
+
+def count_here(function, *args):
+    """The calls of our own Python functions in this thread."""
+    calls = Calls()
+    before = sys.getprofile()
+    sys.setprofile(calls)
+    try:
+        calls.is_on = True
+        function(*args)
+    finally:
+        sys.setprofile(before)
+    return calls.names
+
+
+def test_more_tensors_take_no_more_calls_to_be_copied():
+    few, many = make_set(2, share=False), make_set(NUM_LAYERS, share=False)
+    for _ in range(3):
+        few(), many()
+    assert count_here(many) == count_here(few)
+    # One operation per replica, and nothing that is done tensor by tensor.
+    assert count_operations(many) == {"cat": 2}
+
+
+def test_more_replicas_take_few_more_calls_to_be_made():
+    def count(num_slots):
+        return count_here(make_set(NUM_LAYERS), num_slots).total()
+
+    first, second, eighth = count(1), count(2), count(8)
+    # For each tensor of a replica a link and an alias; for its modules and containers none.
+    assert (eighth - second) / 6 <= 4 * 2 * NUM_LAYERS + 130
+    assert first <= 125 * NUM_LAYERS  # the module tree, object by object
+    assert second <= 150 * NUM_LAYERS  # and once more, in words that can be repeated
 
 
 def test_an_evaluation_adds_the_cutting_and_the_joining_only():

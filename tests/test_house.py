@@ -23,7 +23,7 @@ LAYERS = [
         "randomness plain sealed",
     ),
     ("how shards meet, how ranks do", "group rendezvous"),
-    ("ideas made of these", "collectives split merge norm slices parcel position handover"),
+    ("ideas made of these", "collectives split merge norm slices parcel position handover copies"),
     ("the shards of a call and the ranks that have them", "spread"),
     ("a batch as a loader yields it", "batches"),
     ("the module as a slot sees it", "replica"),

@@ -1,6 +1,7 @@
 """Replicas: no copy where memory can be shared, never out of date, real modules."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -252,7 +253,7 @@ CHANGES = [
 ]
 
 
-def check_equal(replica, source):
+def check_equal(replica, source, *, is_shared=True):
     """The replica is what a new one would be."""
     assert list(replica.state_dict()) == list(source.state_dict())
     for mine, theirs in zip(
@@ -261,8 +262,9 @@ def check_equal(replica, source):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(replica.parameters(), source.parameters(), strict=True):
-        assert mine.data_ptr() == theirs.data_ptr()
+        assert (mine.data_ptr() == theirs.data_ptr()) == is_shared
         assert mine.requires_grad == theirs.requires_grad
+        assert mine.stride() == theirs.stride()
         assert getattr(mine, "tag", None) == getattr(theirs, "tag", None)
     assert [m.training for m in replica.modules()] == [m.training for m in source.modules()]
     assert [type(m) for m in replica.modules()] == [type(m) for m in source.modules()]
@@ -299,17 +301,145 @@ def test_changes_one_after_the_other_are_followed(source):
             check_equal(module, source)
 
 
-@pytest.mark.parametrize("change", [change_buffer_in_place, write_parameter, load, set_data])
-def test_a_set_that_copies_is_brought_up_to_date(source, change):
+SEEN_BY_COPIES = [change for change in CHANGES if change is not write_through_data]
+
+
+@pytest.mark.parametrize("with_inference", [False, True])
+@pytest.mark.parametrize("change", SEEN_BY_COPIES)
+def test_a_set_that_copies_is_brought_up_to_date(source, change, with_inference):
     replicas = ReplicaSet(share=False)
-    (module,) = refresh(replicas, source, SLOTS[:1])
+    refresh(replicas, source, SLOTS[:2])
     change(source)
-    (module,) = refresh(replicas, source, SLOTS[:1])
-    x = torch.randn(2, 3)
-    assert torch.equal(module(x), source(x))
+    with torch.inference_mode(with_inference):
+        modules = refresh(replicas, source, SLOTS[:2])
+    for module in modules:
+        check_equal(module, source, is_shared=False)
     before = replicas.stats()
-    refresh(replicas, source, SLOTS[:1])
+    refresh(replicas, source, SLOTS[:2])
     assert replicas.stats() == before
+
+
+def test_a_set_that_copies_follows_changes_one_after_the_other(source):
+    replicas = ReplicaSet(share=False)
+    for change in SEEN_BY_COPIES:
+        change(source)
+        for module in refresh(replicas, source, SLOTS[:2]):
+            check_equal(module, source, is_shared=False)
+
+
+class Shapes(nn.Module):
+    """Parameters of all kinds of memory."""
+
+    def __init__(self):
+        super().__init__()
+        image = torch.randn(3, 5, 2, 2).to(memory_format=torch.channels_last)
+        values = {
+            "odd": torch.randn(3),
+            "image": image,
+            "turned": torch.randn(5, 3).T,
+            "none": torch.randn(0, 4),
+            "one": torch.randn(()),
+            "gaps": torch.randn(4, 4)[:, ::2],
+            "wide": torch.randn(7).double(),
+            "more": torch.randn(5).double(),
+            "small": torch.randn(9).half(),
+        }
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value))
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.still = nn.Parameter(torch.randn(2, 3), requires_grad=False)
+        self.tied = self.image
+
+
+def change_all(net):
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(parameter + 1)
+
+
+def get_storages(net):
+    return {name: p.untyped_storage().data_ptr() for name, p in net.named_parameters()}
+
+
+def check_copies(mine, net):
+    for own, theirs in zip(mine.parameters(), net.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+        assert own.dtype == theirs.dtype
+        assert own.data_ptr() % 64 == 0  # as with memory of its own: bits can depend on that
+        if theirs is not net.gaps:
+            assert own.stride() == theirs.stride()
+
+
+def test_what_changes_together_is_copied_to_memory_in_common():
+    net, replicas = Shapes(), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+    at = get_storages(mine)
+    assert at["odd"] == at["image"] == at["turned"] == at["one"]
+    assert at["wide"] == at["more"]
+    assert at["frozen"] == at["still"]
+    assert len({at[name] for name in ("odd", "wide", "frozen", "small", "gaps")}) == 5
+    assert mine.tied is mine.image
+    check_copies(mine, net)
+    change_all(net.requires_grad_(False))
+    check_copies(refresh(replicas, net, SLOTS[:1])[0], net)
+
+
+def test_a_copy_has_a_version_of_its_own():
+    net, replicas = Shapes(), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+
+    def refresh_and_find_raised():
+        before = {name: p._version for name, p in mine.named_parameters()}
+        refresh(replicas, net, SLOTS[:1])
+        check_copies(mine, net)
+        return {name for name, p in mine.named_parameters() if p._version != before[name]}
+
+    with torch.no_grad():
+        net.odd.add_(1)
+        assert refresh_and_find_raised() == {"odd"}
+        mine.image.zero_()  # as a forward might
+        assert refresh_and_find_raised() == {"image"}
+        trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        for parameter in trained.values():
+            parameter.mul_(2)
+        assert refresh_and_find_raised() == trained.keys()
+    # A graph that needs the old values says so, as in torch.
+    loss = (mine.odd * mine.odd).sum()
+    change_all(net)
+    refresh(replicas, net, SLOTS[:1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_memory_in_common_is_made_anew_with_a_tensor_that_moves():
+    net, replicas = Shapes(), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+    before, leaf = get_storages(mine), mine.image
+    net.odd.data = torch.randn(4)
+    refresh(replicas, net, SLOTS[:1])
+    check_copies(mine, net)
+    after = get_storages(mine)
+    assert after["odd"] == after["image"] != before["image"]
+    assert after["wide"] == before["wide"]
+    assert mine.image is mine.tied is not leaf
+    net.odd.requires_grad_(False)
+    refresh(replicas, net, SLOTS[:1])
+    check_copies(mine, net)
+    assert get_storages(mine)["odd"] != get_storages(mine)["image"] == get_storages(mine)["one"]
+
+
+def test_a_tensor_that_is_gone_leaves_the_others_right():
+    net, replicas = Shapes(), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+    memory = weakref.ref(net.odd.untyped_storage())
+    net.odd = None
+    refresh(replicas, net, SLOTS[:1])
+    assert memory() is None
+    for _ in range(2):
+        change_all(net)
+        refresh(replicas, net, SLOTS[:1])
+        check_copies(mine, net)
+    assert replicas.stats().num_builds == 1
 
 
 def test_a_write_through_data_into_a_copy_needs_force(source):

@@ -104,7 +104,7 @@ class Follower:
         self._makers: list[Callable[[], Any] | None] = []  # beside it: what makes an empty copy
         self.cells: list[tuple[Cell, Cell]] = []
         self.paths: list[str] = []
-        self._owners: list[Any] = []  # beside them: whose ``__dict__`` it is, or the cell itself
+        self._owners: list[int] = []  # beside them, by id: whose ``__dict__`` it is, or the cell
         self.untracked: list[Cell] = []
         self.loose: list[Tensor] = []
         self.has_generator = False
@@ -182,7 +182,7 @@ class Follower:
             self._fill(target, source, path)
         self.cells.append((source, target))
         self.paths.append(path)
-        self._owners.append(source if owner is None else owner)
+        self._owners.append(id(source if owner is None else owner))
 
     def update(self, index: int) -> None:
         """Make the copied cell ``index`` hold copies of what the original holds now."""

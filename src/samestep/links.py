@@ -1,13 +1,7 @@
 """One tensor of the source module and what it is in a replica.
 
 What it holds: :class:`Link`, and the few ways in which a replica's tensor is made and compared.
-Guarantees: a change of the source's values or of a copy's is seen, see the note.
 Must not: know modules or slots.
-
-[Note: batch_norm has no version]
-torch's batch_norm updates ``running_mean`` and ``running_var`` without raising their versions. The
-counter beside them, ``num_batches_tracked``, is raised by every such update, so its version stands
-for theirs. A module with such buffers and no counter is compared by value.
 """
 
 from __future__ import annotations
@@ -41,6 +35,7 @@ __all__ = [
     "is_far",
     "num_bytes",
     "send_flat",
+    "send_rows",
     "write",
 ]
 
@@ -49,7 +44,7 @@ __all__ = [
 Rows = tuple[int, int, int]
 
 
-@dataclass
+@dataclass(slots=True)
 class Link:
     """One source tensor and what it is in a replica."""
 
@@ -61,52 +56,21 @@ class Link:
     is_suspect: bool = False  # may be written without a new version: only values can tell
     is_watched: bool = False  # whether gradients that reach the copy alone are brought home
     rows: Rows | None = None  # which rows of the source the copy holds; None: all of it
+    flat: Any = None  # the memory that the copy shares with others; None: it has its own
     is_unversioned: bool = False  # torch itself writes it without raising its version
     owner: nn.Module | None = None  # the replica's module that holds a tensor with clocks
-    clocks: tuple[Tensor, Tensor] | None = None  # see [Note: batch_norm has no version]
-    seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal
+    #: Tensors whose versions stand for those of source and copy as well.
+    clocks: tuple[Tensor, Tensor] | None = None
 
     @property
-    def was_written(self) -> bool:
-        """Whether the copy was written in place since the call began."""
-        if self.is_alias:  # only ``parameter.data = ...`` parts an alias from its source
-            return get_address(self.copy) != get_address(self.source)
-        if self.is_suspect:
-            return not self._is_equal()
-        if self._versions()[1] != self.seen[1]:
-            return True
-        # A call of F.batch_norm on the buffers themselves does not raise the counter.
-        return self.owner is not None and self.owner.training and not self._is_equal()
+    def is_parted(self) -> bool:
+        """Whether an alias got other memory than the source (by ``parameter.data = ...``)."""
+        return get_address(self.copy) != get_address(self.source)
 
     def view(self) -> Tensor:
         """What of the source the copy holds, outside of any graph."""
         source = self.source.detach()
         return source if self.rows is None else source.narrow(*self.rows)
-
-    def is_stale(self) -> bool:
-        """Whether the source may hold other values than the copy. Unknown versions count so."""
-        return self.is_suspect or self.seen != self._versions() or -1 in self.seen
-
-    def _is_equal(self) -> bool:
-        return torch.equal(self.copy, self.source.to(self.copy.device))
-
-    def set_clocks(self, source: Tensor, copy: Tensor, owner: nn.Module) -> None:
-        """Let these tensors' versions stand for the two tensors' own as well."""
-        self.owner = owner
-        if self.clocks is None or self.clocks[0] is not source or self.clocks[1] is not copy:
-            was_stale = self.is_stale()
-            self.clocks = (source, copy)
-            self.seen = (-1, -1) if was_stale else self._versions()
-
-    def mark_equal(self) -> None:
-        """Source and copy hold the same values now."""
-        self.seen = self._versions()
-
-    def _versions(self) -> tuple[int, int]:
-        if self.clocks is None:
-            return get_version(self.source), get_version(self.copy)
-        source, copy = self.clocks
-        return get_version(self.source, source), get_version(self.copy, copy)
 
 
 class Carried:
@@ -169,12 +133,13 @@ def _get_leaves(cell: Cell, key: Any) -> list[Any]:
 def as_leaf(data: Tensor, source: Tensor) -> Tensor:
     """A leaf over ``data`` that looks like ``source``: its class, and whether it needs a
     gradient."""
-    if isinstance(source, nn.Parameter):
-        # Not nn.Parameter(data): a subclass may have a constructor of its own.
-        mode = torch.inference_mode() if source.is_inference() else contextlib.nullcontext()
-        with mode:
-            return torch.Tensor._make_subclass(type(source), data, source.requires_grad)
-    return data.requires_grad_(source.requires_grad)
+    if not isinstance(source, nn.Parameter):
+        return data.requires_grad_(source.requires_grad)
+    # Not nn.Parameter(data): a subclass may have a constructor of its own.
+    if not source.is_inference():
+        return Tensor._make_subclass(type(source), data, source.requires_grad)
+    with torch.inference_mode():
+        return Tensor._make_subclass(type(source), data, source.requires_grad)
 
 
 def copy_to(data: Tensor, device: torch.device) -> Tensor:
@@ -234,18 +199,24 @@ def send_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     Returns:
         Tensors of the same shapes, in memory that they share.
     """
-    here, sizes = tensors[0].device, [tensor.numel() for tensor in tensors]
-    rows = [tensor.reshape(-1) for tensor in tensors]
-    is_pinned = here.type == "cpu" and device.type not in ("cpu", "meta")
-    # From pinned memory the transfer runs beside the host's next work. torch's allocator keeps the
-    # memory until the transfer has ended.
-    flat = torch.empty(sum(sizes), dtype=rows[0].dtype, device=here, pin_memory=is_pinned)
-    torch.cat(rows, out=flat)
-    moved = move_tensor(flat, device, non_blocking=True)
+    moved = send_rows([tensor.reshape(-1) for tensor in tensors], device)
+    sizes = [tensor.numel() for tensor in tensors]
     return [
         part.view(tensor.shape)
         for part, tensor in zip(torch.split_with_sizes(moved, sizes), tensors, strict=True)
     ]
+
+
+def send_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Put one-dimensional tensors of one dtype end to end, and bring them to another device."""
+    here = rows[0].device
+    is_pinned = here.type == "cpu" and device.type not in ("cpu", "meta")
+    # From pinned memory the transfer runs beside the host's next work. torch's allocator keeps the
+    # memory until the transfer has ended.
+    size = sum(map(len, rows))
+    flat = torch.empty(size, dtype=rows[0].dtype, device=here, pin_memory=is_pinned)
+    torch.cat(list(rows), out=flat)
+    return move_tensor(flat, device, non_blocking=True)
 
 
 class Stamps:
@@ -293,15 +264,9 @@ def num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def get_version(*tensors: Tensor) -> int:
-    """Return the in-place version (of several tensors: the sum goes up with each); -1 if torch
-    keeps none."""
-    total = 0
-    for tensor in tensors:
-        if tensor.is_inference():
-            return -1
-        total += tensor._version
-    return total
+def get_version(tensor: Tensor) -> int:
+    """Return the in-place version; -1 if torch keeps none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def get_address(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ functions or objects with a way of their own to be copied (nobody makes a patter
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = ["Pattern"]
 # What can be filled in one go. A subclass of the user's is filled entry by entry.
 _DICTS = (dict, OrderedDict)
 _LISTS = (list, deque)
+_get_dict = operator.attrgetter("__dict__")
 
 
 class Pattern:
@@ -33,9 +35,9 @@ class Pattern:
         originals: the objects that have copies, without the leaves, which are tensors.
         makers: for each a function that makes an empty copy.
         cells: the containers that are filled.
-        owners: for each the object whose ``__dict__`` it is, or the cell itself.
-        is_shared: says of a value that is neither one of the originals nor a leaf whether every
-            copy of the graph holds this very object.
+        owners: for each the id of the object whose ``__dict__`` it is, or of the cell itself.
+        is_shared: says of a value that is not one of the originals whether every copy of the graph
+            holds this very object.
     """
 
     def __init__(
@@ -43,37 +45,65 @@ class Pattern:
         originals: Sequence[Any],
         makers: Sequence[Callable[[], Any]],
         cells: Sequence[Cell],
-        owners: Sequence[Any],
+        owners: Sequence[int],
         is_shared: Callable[[Any], bool],
     ) -> None:
         self._makers = makers
         self._ids = [id(original) for original in originals]
-        self._places = [
-            (id(owner), owner is not cell) for owner, cell in zip(owners, cells, strict=True)
-        ]
-        known = {*self._ids}
-
-        def is_simple(value: Any) -> bool:
-            return id(value) in known or isinstance(value, Tensor) or is_shared(value)
-
-        self._dicts: list[tuple[int, list[Any], list[int], list[Any]]] = []
-        self._lists: list[tuple[int, list[int], list[Any]]] = []
+        # All that a cell can hold, by place: the copies of the originals and of the leaves, and
+        # what every copy of the graph holds itself.
+        self._places = {key: place for place, key in enumerate(self._ids)}
+        self._leaves: list[int] = []
+        self._shared: list[Any] = []
+        self._is_shared = is_shared
         #: Indices of the cells that have to be looked through again.
         self.others: list[int] = []
-        for index, cell in enumerate(cells):
-            if not cell:
-                continue
-            kind = type(cell)
-            values = list(cell.values() if kind in _DICTS else cell)
-            ids = list(map(id, values))
-            if not all(map(is_simple, values)):
-                self.others.append(index)
-            elif kind in _DICTS and {str}.issuperset(map(type, cell)):
-                self._dicts.append((index, list(cell), ids, values))
-            elif kind in _LISTS:
-                self._lists.append((index, ids, values))
+        # What goes into the other cells, one after another, and who takes how much of it.
+        self._contents: list[int] = []
+        self._dicts: list[tuple[int, list[Any], slice]] = []
+        self._lists: list[tuple[int, slice]] = []
+        # Whose ``__dict__`` is a cell; and for every cell which of these it is, or which copy.
+        self._inner: list[int] = []
+        self._order: list[int] = []
+        for index, (cell, owner) in enumerate(zip(cells, owners, strict=True)):
+            if cell:
+                self._add_contents(index, cell)
+            if owner == id(cell):
+                self._order.append(self._places[owner])
             else:
-                self.others.append(index)
+                self._order.append(len(self._ids) + len(self._inner))
+                self._inner.append(owner)
+
+    def _add_contents(self, index: int, cell: Cell) -> None:
+        kind, start = type(cell), len(self._contents)
+        values = list(cell.values() if kind in _DICTS else cell)
+        places = list(map(self._places.get, map(id, values)))
+        if None in places:  # something that no cell before this one holds
+            places = list(map(self._find_place, values))
+        known = [place for place in places if place is not None]
+        if len(known) == len(values) and kind in _LISTS:
+            self._lists.append((index, slice(start, start + len(known))))
+        elif len(known) == len(values) and kind in _DICTS and {str}.issuperset(map(type, cell)):
+            self._dicts.append((index, list(cell), slice(start, start + len(known))))
+        else:
+            self.others.append(index)
+            return
+        self._contents += known
+
+    def _find_place(self, value: Any) -> int | None:
+        place = self._places.get(id(value))
+        if place is None:
+            if self._is_shared(value):
+                # Behind all others; how many there are is not known yet.
+                self._shared.append(value)
+                place = -len(self._shared)
+            elif isinstance(value, Tensor):
+                self._leaves.append(id(value))
+                place = len(self._ids) + len(self._leaves) - 1
+            else:
+                return None
+            self._places[id(value)] = place
+        return place
 
     def make(self, leaves: Mapping[int, Any]) -> tuple[dict[int, Any], list[Cell]]:
         """Copy the graph, but for what the cells :attr:`others` hold.
@@ -84,12 +114,15 @@ class Pattern:
         Returns:
             The copies of the originals, by id, and those of the cells.
         """
-        copies = dict(zip(self._ids, [make() for make in self._makers], strict=True))
-        table = {**copies, **leaves}
-        targets = [table[i].__dict__ if is_inner else table[i] for i, is_inner in self._places]
-        find = table.get
-        for index, keys, ids, values in self._dicts:
-            targets[index].update(zip(keys, map(find, ids, values), strict=True))
-        for index, ids, values in self._lists:
-            targets[index].extend(map(find, ids, values))
-        return copies, targets
+        copies = [make() for make in self._makers]
+        table = dict(zip(self._ids, copies, strict=True))
+        owners = {**table, **leaves}
+        holders = [*copies, *map(_get_dict, map(owners.__getitem__, self._inner))]
+        targets = [holders[i] for i in self._order]
+        pool = [*copies, *map(leaves.__getitem__, self._leaves), *reversed(self._shared)]
+        contents = [pool[i] for i in self._contents]
+        for index, keys, part in self._dicts:
+            targets[index].update(zip(keys, contents[part], strict=True))
+        for index, part in self._lists:
+            targets[index].extend(contents[part])
+        return table, targets

@@ -24,7 +24,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from samestep.context import current_shard
+from samestep.copies import Copies, Flat, lay_out
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.follow import Follower
@@ -112,6 +113,8 @@ class Replica:
         self._written = written
         self.rows = rows
         self._by_copy: dict[int, Link] = {}
+        self._places: dict[int, tuple[Flat, Tensor]] = {}  # copies that have no link yet
+        self.held = Copies([])
         # Made when they are asked for, and again when tensors changed.
         self._links_by_path: dict[str, Link] | None = None
         self._objects: dict[str, Any] | None = None
@@ -126,7 +129,9 @@ class Replica:
         else:
             self.home, self._storages = model.home, model._storages
         with torch.inference_mode(False), torch.no_grad():
+            self._lay_out(source.parameters())
             self.follower = self._copy_tree(model, pattern)
+        self._places = {}
         self.module = self.follower.root
         self._targets = (
             {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
@@ -138,7 +143,12 @@ class Replica:
     def _copy_tree(self, model: Replica | None, pattern: Pattern | None) -> Follower:
         devices = {self.home: self.slot.device}
         if model is not None and pattern is not None:
-            leaves = {key: self._link(link.source, link.path) for key, link in model.links.items()}
+            is_alike = self.slot.device == model.slot.device and not (self.rows or model.rows)
+            leaves = {}
+            for key, link in model.links.items():
+                found = (link.is_alias, link.is_private, link.is_suspect)
+                kind = found if is_alike else self._judge(link.source)
+                leaves[key] = self._add_link(link.source, link.path, *kind)
             return model.follower.repeat(pattern, self._link, devices, leaves)
         follower = Follower(self.source, self._link, devices)
         for link in self.links.values():
@@ -207,6 +217,7 @@ class Replica:
         with torch.inference_mode(False), torch.no_grad():
             for index in indices:
                 self.follower.update(index)
+        self._places = {}
         return len(indices)
 
     def prune(self, live: set[int]) -> None:
@@ -218,6 +229,7 @@ class Replica:
     def index(self) -> None:
         """Sort the links by what must be asked of them at every call. Again when tensors
         changed."""
+        stale = {id(link) for link in self.held.find_stale()}
         self._set_clocks()
         self._links_by_path, self._objects = None, None
         self._has_hooks = any(
@@ -227,6 +239,7 @@ class Replica:
         self.paths = {id(link.copy): link.path for link in self.links.values()}
         self.aliases = [link for link in self.links.values() if link.is_alias]
         self.copies = [link for link in self.links.values() if not link.is_alias]
+        self.held = Copies(self.copies, stale)
         # Beside each list of links the tensors that are asked, in a C loop, at every call.
         self._alias_tensors = [link.copy for link in self.aliases]
         self._addresses = get_addresses(self._alias_tensors)
@@ -239,14 +252,6 @@ class Replica:
         # Inference tensors have no versions; then nothing can be said about them.
         self._counted = [link for link in self.aliases if not link.copy.is_inference()]
         self._counted_tensors = [link.copy for link in self._counted]
-        # Nothing can be told from versions alone where torch keeps none, or does not raise them.
-        self._tells = not any(
-            link.is_suspect
-            or link.copy.is_inference()
-            or (link.owner is not None and link.owner.training)
-            for link in self.copies
-        )
-        self._left: list[int] = []
         self._picked: tuple[frozenset[str], list[Link]] = frozenset(), []
 
     def pick(self, paths: frozenset[str]) -> list[Link]:
@@ -263,14 +268,6 @@ class Replica:
             )
         return self._picked[1]
 
-    def rest(self) -> None:
-        """What the replica holds as copies is equal to the source now; see :meth:`is_at_rest`."""
-        self._left = [link.copy._version for link in self.copies] if self._tells else []
-
-    def is_at_rest(self) -> bool:
-        """Whether no copy was written since :meth:`rest`; False where that cannot be said."""
-        return self._tells and [link.copy._version for link in self.copies] == self._left
-
     def begin(self) -> None:
         """A forward is about to run."""
         for record in self.norms:
@@ -283,9 +280,9 @@ class Replica:
 
     def find_written(self) -> list[Link]:
         """Links whose copy the forward wrote, or gave other memory (``parameter.data = ...``)."""
-        written = [link for link in self.copies if link.was_written]
+        written = self.held.find_written() if self.copies else []
         if get_addresses(self._alias_tensors) != self._addresses:
-            written += [link for link in self.aliases if link.was_written]
+            written += [link for link in self.aliases if link.is_parted]
         return written
 
     def find_raced(self) -> list[Link]:
@@ -317,30 +314,52 @@ class Replica:
         return not all(map(operator.is_, map(_get_gradient, self._graded), _NONES))
 
     def _set_clocks(self) -> None:
-        """See [Note: batch_norm has no version]."""
+        """See [Note: what tells of a change]."""
         for module, copied in self.follower.modules:
-            if not any(name in module._buffers for name in _UNVERSIONED):
+            if not module._buffers:
                 continue
-            buffers = dict(module.named_buffers(recurse=False))
+            buffers = dict(module._buffers.items())
             counter = self.links.get(id(buffers.get("num_batches_tracked")))
             for name in _UNVERSIONED & buffers.keys():
+                if buffers[name] is None:
+                    continue
                 link = self.links[id(buffers[name])]
                 link.is_unversioned = True
                 if counter is None:
                     link.is_suspect = True
                 else:
-                    link.set_clocks(counter.source, counter.copy, copied)
+                    link.owner, link.clocks = copied, (counter.source, counter.copy)
 
     def attach(self) -> None:
         """Let the module keep this record alive: for replicas that no set will keep."""
         self.module.__dict__["_samestep_replica"] = self
         self.snapshot.take()
 
-    def relink(self, source: Tensor) -> None:
-        """Drop the copy of ``source``; the next update makes a new one."""
-        link = self.links.pop(id(source), None)
-        if link is not None:
-            self._by_copy.pop(id(link.copy), None)
+    def relink(self, sources: Sequence[Tensor]) -> None:
+        """Drop the copies of ``sources``; the next update makes new ones."""
+        for source in sources:
+            link = self.links.pop(id(source), None)
+            if link is not None:
+                self._by_copy.pop(id(link.copy), None)
+        with torch.inference_mode(False), torch.no_grad():
+            self._lay_out(sources)
+
+    def find_neighbours(self, sources: Iterable[Tensor]) -> list[Tensor]:
+        """The tensors whose copies share memory with those of ``sources``."""
+        links = [self.links[id(source)] for source in sources if id(source) in self.links]
+        flats = {link.flat for link in links} - {None}
+        return [link.source for link in self.copies if link.flat in flats] if flats else []
+
+    def _lay_out(self, sources: Iterable[Tensor]) -> None:
+        """Copy those of ``sources`` together that will be copied because the device is another."""
+        far = [
+            source
+            for source in sources
+            if not (self._share and source.device == self.slot.device)
+            and id(source) not in self._written
+            and id(source) not in self.rows
+        ]
+        self._places = lay_out(far, self.slot.device)
 
     def _link(self, source: Tensor, path: str) -> Tensor:
         found = self.links.get(id(source))
@@ -348,26 +367,34 @@ class Replica:
             return found.copy
         if is_lazy(source):
             raise LazyError(f"{path.lstrip('.')!r} has no shape yet")
-        is_suspect, rows = id(source) in self._written, self.rows.get(id(source))
+        return self._add_link(source, path, *self._judge(source))
+
+    def _judge(self, source: Tensor) -> tuple[bool, bool, bool]:
+        """Whether the copy of a tensor is an alias, is private, is suspect; see :class:`Link`."""
+        is_suspect = id(source) in self._written
         is_parameter = isinstance(source, nn.Parameter) or source.requires_grad
         if not is_parameter and _get_storage(source) in self._storages:
             # A parameter's memory under another name (``weight.data``): it changes with the
             # parameter, and no version tells.
             is_parameter, is_suspect = True, not self._share or source.device != self.slot.device
-        is_private = is_suspect or rows is not None or not is_parameter
+        is_private = is_suspect or id(source) in self.rows or not is_parameter
         is_alias = self._share and not is_private and source.device == self.slot.device
-        data = source.detach()
-        if rows is not None:
-            data = data.narrow(*rows)
-        if not is_alias:
-            data = copy_to(data, self.slot.device)
+        return is_alias, is_private, is_suspect
+
+    def _add_link(
+        self, source: Tensor, path: str, is_alias: bool, is_private: bool, is_suspect: bool
+    ) -> Tensor:
+        rows = self.rows.get(id(source))
+        flat, data = self._places.pop(id(source), (None, source))
+        if flat is None:
+            if rows is not None:
+                data = data.narrow(*rows)
+            data = data.detach() if is_alias else copy_to(data.detach(), self.slot.device)
         copy = as_leaf(data, source)
         tags = self.target(source.__dict__) if self._targets else None
         if tags is not None:
             copy.__dict__ = tags  # a parameter that was linked before keeps what hangs on it
-        link = Link(source, copy, path, is_alias, is_private, is_suspect, rows=rows)
-        if not is_alias:
-            link.mark_equal()
+        link = Link(source, copy, path, is_alias, is_private, is_suspect, rows=rows, flat=flat)
         self.links[id(source)] = self._by_copy[id(copy)] = link
         return copy
 

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from samestep.devices import Slot
-from samestep.links import Carried, Rows, Stamps, copy_all, num_bytes, write
+from samestep.links import Carried, Rows, Stamps
 from samestep.pattern import Pattern
 from samestep.replica import BringHome, Replica
 from samestep.snapshot import Snapshot
@@ -121,7 +120,7 @@ class ReplicaSet:
         for replica in self._replicas.values():
             cells = replica.follower.cells
             self.mark_dirty([cells[index][0] for index in replica.snapshot.changed()])
-            self.mark_moved([link.source for link in replica.aliases if link.was_written])
+            self.mark_moved([link.source for link in replica.aliases if link.is_parted])
 
     def make_private(self, tensors: Sequence[Tensor]) -> None:
         """Forwards write these tensors: let each replica have a copy of its own from now on."""
@@ -188,9 +187,9 @@ class ReplicaSet:
             replica.index()
             replica.snapshot.take()
             self._steady = None
-        if not replica.is_at_rest():
+        if not replica.held.is_at_rest():
             self._renew(replica, force=False)
-            replica.rest()
+            replica.held.rest()
 
     # -- Following the module tree -----------------------------------------------------------
 
@@ -200,9 +199,8 @@ class ReplicaSet:
         if replica is None or replica.rows == rows:
             return
         ids = {key for key in {*rows, *replica.rows} if rows.get(key) != replica.rows.get(key)}
-        for link in [link for key, link in replica.links.items() if key in ids]:
-            replica.relink(link.source)
         replica.rows = rows
+        replica.relink([link.source for key, link in replica.links.items() if key in ids])
         self.mark_dirty([cell for cell, _ in replica.follower.cells if _holds(cell, ids)])
 
     def _build(
@@ -327,29 +325,20 @@ class ReplicaSet:
     def _relink(self, moved: list[Tensor]) -> None:
         assert self._snapshot is not None
         follower = next(iter(self._replicas.values())).follower
-        ids = {id(tensor) for tensor in moved}
-        holding = [cell for cell, _ in follower.cells if _holds(cell, ids)]
+        tensors = {id(tensor): tensor for tensor in moved}
         for replica in self._replicas.values():
-            for tensor in moved:
-                replica.relink(tensor)
+            tensors |= {id(tensor): tensor for tensor in replica.find_neighbours(moved)}
+        holding = [cell for cell, _ in follower.cells if _holds(cell, tensors.keys())]
+        for replica in self._replicas.values():
+            replica.relink(list(tensors.values()))
         self._update(holding)
 
     def _renew(self, replica: Replica, force: bool) -> None:
         """Copy what is held as a copy and is out of date: in the source, or written by a
         forward."""
-        stale = [link for link in replica.copies if force or link.is_stale()]
-        if not stale:
-            return
-        plain = [link for link in stale if not link.is_unversioned]
-        if plain:
-            with torch.no_grad():
-                copy_all([link.copy.detach() for link in plain], [link.view() for link in plain])
-        for link in stale:
-            if link.is_unversioned:
-                write(link.copy, link.view(), keep_version=True)
-            link.mark_equal()
-        self._counts[2] += len(stale)
-        self._counts[3] += sum(num_bytes(link.copy) for link in stale)
+        num_tensors, num_bytes = replica.held.renew(force=force)
+        self._counts[2] += num_tensors
+        self._counts[3] += num_bytes
 
 
 # ---------------------------------------------------------------------------
@@ -372,11 +361,11 @@ def _is_known(replica: Replica, value: Any) -> bool:
     return replica.follower.is_known(value)
 
 
-def _holds(cell: Any, ids: set[int]) -> bool:
+def _holds(cell: Any, ids: Container[int]) -> bool:
     return any(_is_in(value, ids) for value in _values(cell))
 
 
-def _is_in(value: Any, ids: set[int]) -> bool:
+def _is_in(value: Any, ids: Container[int]) -> bool:
     if isinstance(value, weakref.ref):
         return id(value()) in ids
     return id(value) in ids or (type(value) is tuple and any(_is_in(v, ids) for v in value))

@@ -39,8 +39,9 @@ class Snapshot:
         self._dicts = [cell for cell in full if isinstance(cell, dict)]
         self._others = [cell for cell in full if not isinstance(cell, dict)]
         # Views are live: they show what a dictionary holds whenever they are read.
-        self._key_views = [_base(cell).keys(cell) for cell in self._dicts]
-        self._value_views = [_base(cell).values(cell) for cell in self._dicts]
+        bases = [dict if type(cell) is dict else _base(cell) for cell in self._dicts]
+        self._key_views = [base.keys(cell) for base, cell in zip(bases, self._dicts, strict=True)]
+        self._value_views = [b.values(cell) for b, cell in zip(bases, self._dicts, strict=True)]
         self._keys = list(chain.from_iterable(self._key_views))
         self._values = list(chain.from_iterable(self._value_views))
         self._has_texts = {str}.issuperset(map(type, self._keys))
