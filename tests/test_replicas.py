@@ -1,5 +1,6 @@
 """Replicas: no copy where memory can be shared, never out of date, real modules."""
 
+import contextlib
 import copy
 import weakref
 
@@ -279,9 +280,12 @@ def check_equal(replica, source, *, is_shared=True):
     assert torch.equal(replica(x), source(x))
 
 
+@pytest.mark.parametrize("has_guards", [True, False])
 @pytest.mark.parametrize("num_quiet", [1, 3])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_every_change_between_calls_is_followed(source, change, num_quiet):
+def test_every_change_between_calls_is_followed(source, change, num_quiet, has_guards, monkeypatch):
+    if not has_guards:  # as with a torch that has none
+        monkeypatch.setattr(links, "TensorGuards", None)
     replicas = ReplicaSet()
     for _ in range(num_quiet):  # after two, one look at everything must tell
         refresh(replicas, source)
@@ -291,6 +295,46 @@ def test_every_change_between_calls_is_followed(source, change, num_quiet):
     settled = replicas.stats()
     refresh(replicas, source)
     assert replicas.stats() == settled
+
+
+MODES = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [set_data, turn_data, freeze], ids=lambda c: c.__name__)
+def test_a_change_is_seen_in_every_mode(source, change, mode):
+    replicas = ReplicaSet()
+    for name in [*MODES, *MODES, mode, mode]:
+        with MODES[name]():
+            refresh(replicas, source)
+    change(source)
+    with MODES[mode]():
+        modules = refresh(replicas, source)
+    for module in modules:
+        check_equal(module, source)
+
+
+def test_memory_that_is_read_as_another_type_is_seen():
+    source, replicas = nn.Linear(2, 2).half(), ReplicaSet()
+    for _ in range(3):
+        refresh(replicas, source)
+    source.weight.data = source.weight.data.view(torch.bfloat16)
+    for module in refresh(replicas, source):
+        assert module.weight.dtype == torch.bfloat16
+
+
+def test_a_change_of_a_tensor_without_one_address_is_seen():
+    source, replicas = nn.Linear(3, 3), ReplicaSet()
+    source.graph = nn.Parameter(torch.eye(3).to_sparse())
+    for _ in range(3):
+        refresh(replicas, source)
+    source.graph.requires_grad_(False)
+    assert not any(module.graph.requires_grad for module in refresh(replicas, source))
 
 
 def test_changes_one_after_the_other_are_followed(source):

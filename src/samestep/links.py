@@ -17,6 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # a torch that names them otherwise: then it takes longer
+    TensorGuards = None  # type: ignore[assignment, misc]
+
 from samestep.devices import move_tensor
 from samestep.snapshot import Cell
 from samestep.tree import iter_leaves
@@ -223,6 +228,10 @@ class Stamps:
     """What would show that the memory of one of many tensors was exchanged, or ``requires_grad``
     switched. Asked at every call, so it is read in C loops.
 
+    torch's own guards, which its compiler asks before it runs a graph, compare everything but the
+    address of many tensors in one call, at a third of the price. They count the mode of the calling
+    thread (inference mode, autocast) among what they compare, so a mode has guards of its own.
+
     Args:
         tensors: the ones to look at, as they are now.
     """
@@ -232,16 +241,20 @@ class Stamps:
         self._others = [tensor for tensor in tensors if not _is_plain(tensor)]
         self._complex = [tensor for tensor in self._plain if tensor.is_complex()]
         self._seen = self._look()
+        self._guards: list[Any] = []  # one per mode, the latest first
 
     def find_changed(self) -> list[Tensor]:
         """Return the tensors that are not what they were."""
         try:
+            if self._is_alike():
+                return []
             now = self._look()
         except RuntimeError:  # one is not of a plain kind any more
             return self._plain + self._others
         if now == self._seen:
+            self._guard()
             return []
-        asked = [*[self._plain] * 4, self._complex, self._others]
+        asked = [self._plain, self._others, *[self._plain] * 4, self._complex]
         found: dict[int, Tensor] = {}
         for tensors, *answers in zip(asked, self._seen, now, strict=True):
             changed = map(operator.ne, *answers)
@@ -251,12 +264,33 @@ class Stamps:
     def _look(self) -> list[list[Any]]:
         return [
             list(map(Tensor.data_ptr, self._plain)),
+            [_ask(tensor) for tensor in self._others],
             list(map(_get_shape, self._plain)),
             list(map(Tensor.stride, self._plain)),
             list(map(_needs_gradient, self._plain)),
+            list(map(_get_dtype, self._plain)),
             list(map(Tensor.is_conj, self._complex)),
-            [(get_address(t), get_version(t), t.requires_grad) for t in self._others],
         ]
+
+    def _is_alike(self) -> bool:
+        """A short look: whether it is certain that nothing changed."""
+        for guard in self._guards:
+            if guard.check(*self._plain):
+                return list(map(Tensor.data_ptr, self._plain)) == self._seen[0] and (
+                    not self._others or [_ask(tensor) for tensor in self._others] == self._seen[1]
+                )
+        return False
+
+    def _guard(self) -> None:
+        """Remember how torch compares the tensors in this mode; they are what they were."""
+        if TensorGuards is not None and self._plain:
+            guard = TensorGuards(
+                *self._plain,
+                # torch's stubs say that these are flat
+                dynamic_dims_sizes=[list(shape) for shape in self._seen[2]],  # type: ignore[misc]
+                dynamic_dims_strides=[list(s) for s in self._seen[3]],  # type: ignore[misc]
+            )
+            self._guards = [guard, *self._guards[: _NUM_MODES - 1]]
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -288,8 +322,14 @@ def get_addresses(tensors: Sequence[Tensor]) -> list[int]:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_NUM_MODES = 4  # grad and inference mode, with and without autocast
 _get_shape = operator.attrgetter("shape")
+_get_dtype = operator.attrgetter("dtype")
 _needs_gradient = operator.attrgetter("requires_grad")
+
+
+def _ask(tensor: Tensor) -> tuple[int, int, bool]:
+    return get_address(tensor), get_version(tensor), tensor.requires_grad
 
 
 def _is_plain(tensor: Tensor) -> bool:
