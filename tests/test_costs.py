@@ -6,6 +6,7 @@ measured (on Python 3.11, which counts a comprehension as a call; later ones cou
 step that does more work than it must fails here. Who makes it cheaper lowers them.
 """
 
+import contextlib
 import sys
 import threading
 from collections import Counter
@@ -205,6 +206,24 @@ def test_more_replicas_take_few_more_calls_to_be_made():
     assert (eighth - second) / 6 <= 4 * 2 * NUM_LAYERS + 130
     assert first <= 125 * NUM_LAYERS  # the module tree, object by object
     assert second <= 150 * NUM_LAYERS  # and once more, in words that can be repeated
+
+
+def test_looking_for_changes_takes_few_calls_and_asks_no_tensor_alone():
+    modes = [contextlib.nullcontext, torch.no_grad, torch.inference_mode]
+    for num_layers in (2, NUM_LAYERS):
+        model = DataParallel(make_deep(num_layers), replicas=3)
+        for make_mode in [*modes, *modes, *modes]:  # each mode has to be seen once
+            with make_mode():
+                names = count_here(model.refresh)
+        assert "Stamps._look" not in names
+        assert names.total() <= 15, names
+
+
+def test_a_module_without_parameters_has_no_more_to_look_at_than_its_containers():
+    replicas = ReplicaSet()
+    (replica,) = replicas.refresh(nn.Identity(), [Slot(0, torch.device("cpu"))])
+    containers = [v for v in vars(nn.Identity()).values() if isinstance(v, dict | list | set)]
+    assert len(replica.follower.cells) == len(containers) + 1
 
 
 def test_an_evaluation_adds_the_cutting_and_the_joining_only():

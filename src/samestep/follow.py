@@ -303,7 +303,7 @@ class Follower:
         return value if all(map(operator.is_, entries, value)) else tuple(entries)
 
     def _copy_container(self, value: Cell, kind: Callable[[], Cell], path: str) -> Any:
-        if isinstance(value, deque) and value.maxlen is not None:
+        if isinstance(value, deque):
             kind = functools.partial(deque, maxlen=value.maxlen)
         target = self._remember(value, kind(), kind)
         self.add_cell(value, target, path)

@@ -129,7 +129,8 @@ class Replica:
         else:
             self.home, self._storages = model.home, model._storages
         with torch.inference_mode(False), torch.no_grad():
-            self._lay_out(source.parameters())
+            if not (share and slot.device == self.home):
+                self._lay_out(source.parameters())
             self.follower = self._copy_tree(model, pattern)
         self._places = {}
         self.module = self.follower.root
