@@ -160,7 +160,7 @@ class Copies:
         if now == self._seen and not (force or self._is_any_unsure):
             return 0, 0
         flags = [True] * len(self.links) if force else self._are_stale(now)
-        start = 0
+        start, others = 0, []
         with torch.no_grad():
             for flat, links in self._flats.items():
                 stop = start + len(links)
@@ -168,9 +168,9 @@ class Copies:
                     flat.fill()
                     increment_version([link.copy for link in links])
                 else:
-                    _copy(list(compress(links, flags[start:stop])))
+                    others += compress(links, flags[start:stop])
                 start = stop
-            _copy(list(compress(self.links[start:], flags[start:])))
+            _copy([*others, *compress(self.links[start:], flags[start:])])
         middle = self._middle
         self._seen = [*now[:middle], *_versions(self._columns[middle:])]
         return sum(flags), sum(compress(self._bytes, flags))
@@ -209,8 +209,10 @@ def _versions(columns: Iterable[list[Tensor]]) -> list[list[int]]:
 
 def _differ(now: list[list[int]], seen: list[list[int]]) -> list[bool]:
     """For each row of these columns whether it is another one."""
-    found = [list(map(operator.ne, *pair)) for pair in zip(now, seen, strict=True)]
-    return found[0] if len(found) == 1 else list(map(any, zip(*found, strict=True)))
+    found, *others = (map(operator.ne, *pair) for pair in zip(now, seen, strict=True))
+    for other in others:
+        found = map(operator.or_, found, other)
+    return list(found)
 
 
 def _has_other_values(link: Link) -> bool:
@@ -244,4 +246,7 @@ def _is_dense(tensor: Tensor) -> bool:
         return False
     if tensor.is_nested or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return False
-    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
+    return (
+        tensor.is_contiguous()
+        or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    )

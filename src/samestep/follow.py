@@ -222,6 +222,7 @@ class Follower:
         other._leaf, other._devices = leaf, devices
         other._kept, other._makers = [*self._kept], [*self._makers]
         other._originals = None
+        other.untracked, other.loose, other.scripted = [], [], []
         other.cells = list(zip([cell for cell, _ in self.cells], targets, strict=True))
         other.paths, other._owners = [*self.paths], [*self._owners]
         other.modules = [(module, other._copies[id(module)]) for module, _ in self.modules]
