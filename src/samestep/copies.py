@@ -160,7 +160,8 @@ class Copies:
         if now == self._seen and not (force or self._is_any_unsure):
             return 0, 0
         flags = [True] * len(self.links) if force else self._are_stale(now)
-        start, others = 0, []
+        start = 0
+        others: list[Link] = []
         with torch.no_grad():
             for flat, links in self._flats.items():
                 stop = start + len(links)
