@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep import links
+from samestep import copies, links
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.replica import LazyError, find_replica, home_device
@@ -533,6 +533,29 @@ def test_copies_of_the_source_are_independent(source):
     with torch.no_grad():
         other.first.weight.zero_()
     assert torch.equal(module.first.weight, source.first.weight)
+
+
+def test_a_far_replica_is_brought_up_to_date_by_one_transfer(monkeypatch):
+    net, replicas = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+    sent = []
+
+    def move(tensor, device, **_):
+        sent.append(tensor.numel())
+        return tensor.clone()
+
+    for module in (links, copies):
+        monkeypatch.setattr(module, "is_far", lambda here, there: True)
+    monkeypatch.setattr(links, "move_tensor", move)
+    change_all(net)
+    refresh(replicas, net, SLOTS[:1])
+    assert sent == [16 + 16 + 32 + 16]  # each begins at a multiple of 64 bytes
+    with torch.no_grad():
+        net[0].weight.zero_(), net[1].bias.zero_()
+    refresh(replicas, net, SLOTS[:1])
+    assert sent[1:] == [12 + 5]
+    for own, theirs in zip(mine.parameters(), net.parameters(), strict=True):
+        assert torch.equal(own, theirs)
 
 
 def test_what_is_far_is_sent_as_one_flat_transfer_per_dtype(monkeypatch):
