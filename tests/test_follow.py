@@ -226,7 +226,7 @@ def test_a_cell_is_brought_up_to_date():
     follower = follow(source)
     source.value.append(source.child)
     source.value[1] = "two"
-    index = next(i for i, (cell, _) in enumerate(follower.cells) if cell is source.value)
+    index = next(i for i, cell in enumerate(follower.cells) if cell is source.value)
     follower.update(index)
     child = follower.root.child
     assert follower.root.value == [child, "two", child]
@@ -246,7 +246,7 @@ def repeat(follower):
 
 
 def find_tensors(follower):
-    for cell, _ in follower.cells:
+    for cell in follower.cells:
         values = cell.values() if isinstance(cell, dict) else cell
         yield from (value for value in values if isinstance(value, torch.Tensor))
 
@@ -300,7 +300,9 @@ def describe_copy(follower):
     own = {id(copied): name for name, copied in follower.root.named_modules()}
     return [
         (path, describe(target, own, {}), follower.original(target) is source)
-        for path, (source, target) in zip(follower.paths, follower.cells, strict=True)
+        for path, source, target in zip(
+            follower.paths, follower.cells, follower.targets, strict=True
+        )
         if type(target) is not dict or target
     ]
 
@@ -312,13 +314,13 @@ def test_a_graph_is_copied_again_as_another_walk_would(kind):
     follower = follow(source)
     other = repeat(follower)
     assert describe_copy(other) == describe_copy(follow(source))
-    mine = {id(target) for _, target in other.cells}
-    assert not mine & {id(cell) for pair in follower.cells for cell in pair}
+    mine = {id(target) for target in other.targets}
+    assert not mine & {id(cell) for cell in follower.cells + follower.targets}
     assert [type(m) for _, m in other.modules] == [type(m) for m, _ in other.modules]
     assert other.root is not follower.root
     # It is followed from then on as any other.
     source.value = {"new": [source.child]}
-    other.update(next(i for i, (cell, _) in enumerate(other.cells) if cell is vars(source)))
+    other.update(next(i for i, cell in enumerate(other.cells) if cell is vars(source)))
     assert other.root.value["new"][0] is other.root.child
 
 

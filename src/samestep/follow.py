@@ -78,7 +78,8 @@ class Follower:
 
     Attributes:
         root: the copy.
-        cells: pairs (original cell, copied cell), in the order found.
+        cells: the original cells, in the order found.
+        targets: their copies.
         untracked: original cells whose copies cannot be updated piece by piece: a change there
             needs a new Follower.
         has_generator: whether a random generator of the user's was found.
@@ -102,7 +103,8 @@ class Follower:
         self._originals: dict[int, Any] | None = {}  # None: not made yet
         self._kept: list[Any] = []  # keeps every id in the two tables unique
         self._makers: list[Callable[[], Any] | None] = []  # beside it: what makes an empty copy
-        self.cells: list[tuple[Cell, Cell]] = []
+        self.cells: list[Cell] = []
+        self.targets: list[Cell] = []
         self.paths: list[str] = []
         self._owners: list[int] = []  # beside them, by id: whose ``__dict__`` it is, or the cell
         self.untracked: list[Cell] = []
@@ -180,22 +182,21 @@ class Follower:
         """
         if source:
             self._fill(target, source, path)
-        self.cells.append((source, target))
+        self.cells.append(source)
+        self.targets.append(target)
         self.paths.append(path)
         self._owners.append(id(source if owner is None else owner))
 
     def update(self, index: int) -> None:
         """Make the copied cell ``index`` hold copies of what the original holds now."""
-        source, target = self.cells[index]
-        self._fill(target, source, self.paths[index])
+        self._fill(self.targets[index], self.cells[index], self.paths[index])
 
     def pattern(self) -> Pattern | None:
         """How to make one more copy of the same graph; None if it must be walked through again."""
         makers = [make for make in self._makers if make is not None]
         if self.untracked or self.loose or len(makers) < len(self._kept):
             return None
-        cells = [cell for cell, _ in self.cells]
-        return Pattern(self._kept, makers, cells, self._owners, self.is_shared)
+        return Pattern(self._kept, makers, self.cells, self._owners, self.is_shared)
 
     def is_shared(self, value: Any) -> bool:
         """Whether every copy of the graph holds this very object."""
@@ -218,13 +219,12 @@ class Follower:
             leaves: the copies of all leaves, by id of the original.
         """
         other = copy.copy(self)  # what is known of the originals is as true there
-        other._copies, targets = pattern.make(leaves)
+        other._copies, other.targets = pattern.make(leaves)
         other._leaf, other._devices = leaf, devices
         other._kept, other._makers = [*self._kept], [*self._makers]
         other._originals = None
         other.untracked, other.loose, other.scripted = [], [], []
-        other.cells = list(zip([cell for cell, _ in self.cells], targets, strict=True))
-        other.paths, other._owners = [*self.paths], [*self._owners]
+        other.cells, other.paths, other._owners = [*self.cells], [*self.paths], [*self._owners]
         other.modules = [(module, other._copies[id(module)]) for module, _ in self.modules]
         other.root = other._copies[id(self.modules[0][0])]
         for index in pattern.others:

@@ -135,7 +135,7 @@ class Replica:
         self._places = {}
         self.module = self.follower.root
         self._targets = (
-            {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
+            {id(cell): i for i, cell in enumerate(self.follower.cells)}
             if model is None or pattern is None
             else model._targets
         )
@@ -162,7 +162,7 @@ class Replica:
     def settle(self) -> None:
         """Take the replica for what it is now: the source module's equal, made ready to run."""
         self.index()
-        self.snapshot = Snapshot([target for _, target in self.follower.cells])
+        self.snapshot = Snapshot(self.follower.targets)
 
     def original(self, value: Any) -> Any:
         """Return the source's object that ``value`` is this replica's copy of, or ``value``."""
@@ -177,7 +177,7 @@ class Replica:
     def target(self, cell: Any) -> Any:
         """Return this replica's copy of a source cell; None if it has none."""
         index = self._targets.get(id(cell))
-        return None if index is None else self.follower.cells[index][1]
+        return None if index is None else self.follower.targets[index]
 
     def name_cell(self, index: int) -> tuple[str, int]:
         """A name for a cell that is the same in every process: its path, and which with that."""
@@ -187,7 +187,7 @@ class Replica:
     def find_cell(self, path: str, number: int) -> Any:
         """Return the source cell of that name."""
         found = [i for i, known in enumerate(self.follower.paths) if known == path]
-        return self.follower.cells[found[number]][0]
+        return self.follower.cells[found[number]]
 
     def links_by_path(self) -> dict[str, Link]:
         """The links by the paths of their tensors."""
@@ -201,7 +201,7 @@ class Replica:
             self._objects = {f"tensor {link.path}": link.source for link in self.links.values()}
             for name, module in self.source.named_modules():
                 self._objects[f"module {name}"] = module
-            for index, (cell, _) in enumerate(self.follower.cells):
+            for index, cell in enumerate(self.follower.cells):
                 path, number = self.name_cell(index)
                 self._objects[f"cell {path} {number}"] = cell
             self._names = {id(value): name for name, value in self._objects.items()}

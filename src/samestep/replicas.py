@@ -119,7 +119,7 @@ class ReplicaSet:
         """Forget what forwards left in the replicas: at the next refresh they equal the source."""
         for replica in self._replicas.values():
             cells = replica.follower.cells
-            self.mark_dirty([cells[index][0] for index in replica.snapshot.changed()])
+            self.mark_dirty([cells[index] for index in replica.snapshot.changed()])
             self.mark_moved([link.source for link in replica.aliases if link.is_parted])
 
     def make_private(self, tensors: Sequence[Tensor]) -> None:
@@ -182,7 +182,7 @@ class ReplicaSet:
             record.calls.clear()
         if not replica.snapshot.is_current():
             cells = replica.follower.cells
-            replica.update([cells[index][0] for index in replica.snapshot.changed()])
+            replica.update([cells[index] for index in replica.snapshot.changed()])
             self._prepare(replica)
             replica.index()
             replica.snapshot.take()
@@ -201,7 +201,7 @@ class ReplicaSet:
         ids = {key for key in {*rows, *replica.rows} if rows.get(key) != replica.rows.get(key)}
         replica.rows = rows
         replica.relink([link.source for key, link in replica.links.items() if key in ids])
-        self.mark_dirty([cell for cell, _ in replica.follower.cells if _holds(cell, ids)])
+        self.mark_dirty([cell for cell in replica.follower.cells if _holds(cell, ids)])
 
     def _build(
         self,
@@ -232,7 +232,7 @@ class ReplicaSet:
         self._listed = False
         if self._snapshot is None:
             follower = self._replicas[slots[0].index].follower
-            self._snapshot = Snapshot([cell for cell, _ in follower.cells])
+            self._snapshot = Snapshot(follower.cells)
             self._untracked = Snapshot(follower.untracked)
             self._modules = [module for module, _ in follower.modules]
             self._types = list(map(type, self._modules))
@@ -256,16 +256,16 @@ class ReplicaSet:
         for replica in self._replicas.values():
             if not replica.snapshot.is_current():  # a backward wrote it: that stays in the replica
                 written = replica.snapshot.changed()
-                self.mark_dirty([replica.follower.cells[index][0] for index in written])
+                self.mark_dirty([replica.follower.cells[index] for index in written])
         if self._snapshot.is_current() and not self._dirty:
             followers = [replica.follower for replica in self._replicas.values()]
-            cells = [pair[0] for pair in followers[0].cells] + followers[0].untracked
-            self._steady = Snapshot(cells + [pair[1] for f in followers for pair in f.cells])
+            cells = followers[0].cells + followers[0].untracked
+            self._steady = Snapshot(cells + [target for f in followers for target in f.targets])
             return True
         changed = dict(self._dirty)
         first = next(iter(self._replicas.values())).follower
         for index in self._snapshot.changed():
-            cell, before = first.cells[index][0], self._snapshot.content(index)
+            cell, before = first.cells[index], self._snapshot.content(index)
             new = [value for value in _values(cell) if not _contains(_values(before), value)]
             if not all(_is_known(r, value) for r in self._replicas.values() for value in new):
                 return False
@@ -328,7 +328,7 @@ class ReplicaSet:
         tensors = {id(tensor): tensor for tensor in moved}
         for replica in self._replicas.values():
             tensors |= {id(tensor): tensor for tensor in replica.find_neighbours(moved)}
-        holding = [cell for cell, _ in follower.cells if _holds(cell, tensors.keys())]
+        holding = [cell for cell in follower.cells if _holds(cell, tensors.keys())]
         for replica in self._replicas.values():
             replica.relink(list(tensors.values()))
         self._update(holding)

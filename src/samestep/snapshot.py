@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any
 
 from torch import Tensor
@@ -29,13 +29,13 @@ class Snapshot:
     """
 
     def __init__(self, cells: list[Cell]) -> None:
-        self._cells = cells
+        self._cells = [*cells]
         self.take()
 
     def take(self) -> None:
         """Remember what the cells hold now."""
-        full = [cell for cell in self._cells if cell]
-        self._empty = [cell for cell in self._cells if not cell]
+        full = list(filter(None, self._cells))
+        self._empty = list(filterfalse(None, self._cells))
         self._dicts = [cell for cell in full if isinstance(cell, dict)]
         self._others = [cell for cell in full if not isinstance(cell, dict)]
         # Views are live: they show what a dictionary holds whenever they are read.
