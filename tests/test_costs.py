@@ -6,6 +6,7 @@ measured (on Python 3.11, which counts a comprehension as a call; later ones cou
 step that does more work than it must fails here. Who makes it cheaper lowers them.
 """
 
+import contextlib
 import sys
 import threading
 from collections import Counter
@@ -14,11 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
 from samestep import DataParallel
+from samestep.devices import Slot
 from samestep.engine import ThreadEngine
+from samestep.replicas import ReplicaSet
 from samestep.workers import WorkerPool
 
 PACKAGE = str(Path(samestep.__file__).parent)
@@ -157,6 +161,69 @@ def test_looking_for_changes_makes_no_tensor():
     model = DataParallel(nn.Sequential(make_mlp(), nn.BatchNorm1d(4)), replicas=3)
     training(model)()
     assert not count_operations(model.refresh)
+
+
+def make_set(num_layers, **options):
+    """Replicas, and what refreshes them, after every parameter has changed."""
+    net, replicas = make_deep(num_layers), ReplicaSet(**options)
+    slots = [Slot(k, torch.device("cpu")) for k in range(8)]
+
+    def renew(num_slots=2):
+        increment_version(list(net.parameters()))
+        replicas.refresh(net, slots[:num_slots])
+
+    return renew
+
+
+def count_here(function, *args):
+    """The calls of our own Python functions in this thread."""
+    calls = Calls()
+    before = sys.getprofile()
+    sys.setprofile(calls)
+    try:
+        calls.is_on = True
+        function(*args)
+    finally:
+        sys.setprofile(before)
+    return calls.names
+
+
+def test_more_tensors_take_no_more_calls_to_be_copied():
+    few, many = make_set(2, share=False), make_set(NUM_LAYERS, share=False)
+    for _ in range(3):
+        few(), many()
+    assert count_here(many) == count_here(few)
+    # One operation per replica, and nothing that is done tensor by tensor.
+    assert count_operations(many) == {"cat": 2}
+
+
+def test_more_replicas_take_few_more_calls_to_be_made():
+    def count(num_slots):
+        return count_here(make_set(NUM_LAYERS), num_slots).total()
+
+    first, second, eighth = count(1), count(2), count(8)
+    # For each tensor of a replica a link and an alias; for its modules and containers none.
+    assert (eighth - second) / 6 <= 4 * 2 * NUM_LAYERS + 130
+    assert first <= 125 * NUM_LAYERS  # the module tree, object by object
+    assert second <= 150 * NUM_LAYERS  # and once more, in words that can be repeated
+
+
+def test_looking_for_changes_takes_few_calls_and_asks_no_tensor_alone():
+    modes = [contextlib.nullcontext, torch.no_grad, torch.inference_mode]
+    for num_layers in (2, NUM_LAYERS):
+        model = DataParallel(make_deep(num_layers), replicas=3)
+        for make_mode in [*modes, *modes, *modes]:  # each mode has to be seen once
+            with make_mode():
+                names = count_here(model.refresh)
+        assert "Stamps._look" not in names
+        assert names.total() <= 15, names
+
+
+def test_a_module_without_parameters_has_no_more_to_look_at_than_its_containers():
+    replicas = ReplicaSet()
+    (replica,) = replicas.refresh(nn.Identity(), [Slot(0, torch.device("cpu"))])
+    containers = [v for v in vars(nn.Identity()).values() if isinstance(v, dict | list | set)]
+    assert len(replica.follower.cells) == len(containers) + 1
 
 
 def test_an_evaluation_adds_the_cutting_and_the_joining_only():

@@ -226,11 +226,128 @@ def test_a_cell_is_brought_up_to_date():
     follower = follow(source)
     source.value.append(source.child)
     source.value[1] = "two"
-    index = next(i for i, (cell, _) in enumerate(follower.cells) if cell is source.value)
+    index = next(i for i, cell in enumerate(follower.cells) if cell is source.value)
     follower.update(index)
     child = follower.root.child
     assert follower.root.value == [child, "two", child]
     assert follower.paths[index] == ".value"
+
+
+# --------------------------------------------------------------------------------------------------
+# The same graph once more
+# --------------------------------------------------------------------------------------------------
+
+
+def repeat(follower):
+    """Copy it again without another walk, the leaves too."""
+    tensors = {id(t): t for t in find_tensors(follower)}
+    leaves = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    return follower.repeat(follower.pattern(), follower._leaf, {}, leaves)
+
+
+def find_tensors(follower):
+    for cell in follower.cells:
+        values = cell.values() if isinstance(cell, dict) else cell
+        yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+KINDS = {
+    **CONTAINERS,
+    "weak": lambda m: [weakref.ref(m.child)],
+    "tensors": lambda m: {"own": torch.ones(2), "again": [m.child.weight], "in": (m.child.bias,)},
+    "keys": lambda m: {1: 2, m.child: "x", (m.child, 1): m},
+    "marked": lambda m: mark(OrderedDict(a=m.child), m),
+    "strange": lambda m: Odd(a=m.child, b=1),
+    "atoms": lambda m: {"n": 1, "t": (1, "x"), "f": len, "d": torch.float32, "g": torch.relu},
+    "objects": lambda m: [types.SimpleNamespace(inner=m.child), Helper(own={}, empty=[])],
+}
+
+
+class Odd(dict):
+    """A dictionary with a way of its own to set entries."""
+
+    def __setitem__(self, key, value):
+        raise AssertionError("called")
+
+
+def mark(value, module):
+    value.mark = module.child
+    return value
+
+
+def describe(value, own, seen):
+    """What can be told of a copy: types, order, which module of its tree stands where."""
+    if id(value) in seen or id(value) in own:
+        return type(value), own.get(id(value), seen.get(id(value)))
+    seen[id(value)] = len(seen)
+    if isinstance(value, torch.Tensor):
+        return type(value), value.tolist()
+    if isinstance(value, weakref.ref):
+        return "weak", describe(value(), own, seen)
+    if isinstance(value, dict):
+        inside = [(describe(k, own, seen), describe(v, own, seen)) for k, v in value.items()]
+    elif isinstance(value, list | tuple | set | deque):
+        inside = [describe(entry, own, seen) for entry in value]
+    elif type(value).__module__ in ("types", __name__):
+        inside = []
+    else:
+        return value
+    more = describe(vars(value), own, seen) if hasattr(value, "__dict__") else None
+    return type(value), inside, more, getattr(value, "maxlen", None)
+
+
+def describe_copy(follower):
+    own = {id(copied): name for name, copied in follower.root.named_modules()}
+    return [
+        (path, describe(target, own, {}), follower.original(target) is source)
+        for path, source, target in zip(
+            follower.paths, follower.cells, follower.targets, strict=True
+        )
+        if type(target) is not dict or target
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_is_copied_again_as_another_walk_would(kind):
+    source = Holder()
+    source.value = KINDS[kind](source)
+    follower = follow(source)
+    other = repeat(follower)
+    assert describe_copy(other) == describe_copy(follow(source))
+    mine = {id(target) for target in other.targets}
+    assert not mine & {id(cell) for cell in follower.cells + follower.targets}
+    assert [type(m) for _, m in other.modules] == [type(m) for m, _ in other.modules]
+    assert other.root is not follower.root
+    # It is followed from then on as any other.
+    source.value = {"new": [source.child]}
+    other.update(next(i for i, cell in enumerate(other.cells) if cell is vars(source)))
+    assert other.root.value["new"][0] is other.root.child
+
+
+def test_a_device_is_each_copys_own():
+    source = Holder()
+    source.home, source.both = torch.device("cpu"), (torch.device("cpu"), 1)
+    other = follow(source)
+    meta = {torch.device("cpu"): torch.device("meta")}
+    leaves = {id(t): t for t in find_tensors(other)}
+    copied = other.repeat(other.pattern(), other._leaf, meta, leaves).root
+    assert copied.home == torch.device("meta")
+    assert other.root.home == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: m.method,
+        lambda m: lambda: m,
+        lambda m: functools.partial(m.method),
+        lambda m: Slotted(m.child, 3),
+    ],
+)
+def test_what_has_a_way_of_its_own_to_be_copied_needs_another_walk(make):
+    source = Holder()
+    source.value = [make(source)]
+    assert follow(source).pattern() is None
 
 
 # --------------------------------------------------------------------------------------------------

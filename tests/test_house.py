@@ -15,7 +15,7 @@ MAX_LINES = 450
 # one layer know nothing of each other.
 LAYERS = [
     ("ground", "errors adapters devices holders intercept segments snapshot progress trace tune"),
-    ("what a container is", "tree"),
+    ("what a container is, and how it is copied again", "tree pattern reach"),
     ("what cutting and joining share", "rows dims"),
     (
         "one idea each",
@@ -23,7 +23,7 @@ LAYERS = [
         "randomness plain sealed",
     ),
     ("how shards meet, how ranks do", "group rendezvous"),
-    ("ideas made of these", "collectives split merge norm slices parcel position handover"),
+    ("ideas made of these", "collectives split merge norm slices parcel position handover copies"),
     ("the shards of a call and the ranks that have them", "spread"),
     ("a batch as a loader yields it", "batches"),
     ("the module as a slot sees it", "replica"),

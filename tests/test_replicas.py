@@ -1,12 +1,14 @@
 """Replicas: no copy where memory can be shared, never out of date, real modules."""
 
+import contextlib
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from samestep import links
+from samestep import copies, links
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.replica import LazyError, find_replica, home_device
@@ -252,7 +254,7 @@ CHANGES = [
 ]
 
 
-def check_equal(replica, source):
+def check_equal(replica, source, *, is_shared=True):
     """The replica is what a new one would be."""
     assert list(replica.state_dict()) == list(source.state_dict())
     for mine, theirs in zip(
@@ -261,8 +263,9 @@ def check_equal(replica, source):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
     for mine, theirs in zip(replica.parameters(), source.parameters(), strict=True):
-        assert mine.data_ptr() == theirs.data_ptr()
+        assert (mine.data_ptr() == theirs.data_ptr()) == is_shared
         assert mine.requires_grad == theirs.requires_grad
+        assert mine.stride() == theirs.stride()
         assert getattr(mine, "tag", None) == getattr(theirs, "tag", None)
     assert [m.training for m in replica.modules()] == [m.training for m in source.modules()]
     assert [type(m) for m in replica.modules()] == [type(m) for m in source.modules()]
@@ -277,9 +280,12 @@ def check_equal(replica, source):
     assert torch.equal(replica(x), source(x))
 
 
+@pytest.mark.parametrize("has_guards", [True, False])
 @pytest.mark.parametrize("num_quiet", [1, 3])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_every_change_between_calls_is_followed(source, change, num_quiet):
+def test_every_change_between_calls_is_followed(source, change, num_quiet, has_guards, monkeypatch):
+    if not has_guards:  # as with a torch that has none
+        monkeypatch.setattr(links, "TensorGuards", None)
     replicas = ReplicaSet()
     for _ in range(num_quiet):  # after two, one look at everything must tell
         refresh(replicas, source)
@@ -291,6 +297,46 @@ def test_every_change_between_calls_is_followed(source, change, num_quiet):
     assert replicas.stats() == settled
 
 
+MODES = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [set_data, turn_data, freeze], ids=lambda c: c.__name__)
+def test_a_change_is_seen_in_every_mode(source, change, mode):
+    replicas = ReplicaSet()
+    for name in [*MODES, *MODES, mode, mode]:
+        with MODES[name]():
+            refresh(replicas, source)
+    change(source)
+    with MODES[mode]():
+        modules = refresh(replicas, source)
+    for module in modules:
+        check_equal(module, source)
+
+
+def test_memory_that_is_read_as_another_type_is_seen():
+    source, replicas = nn.Linear(2, 2).half(), ReplicaSet()
+    for _ in range(3):
+        refresh(replicas, source)
+    source.weight.data = source.weight.data.view(torch.bfloat16)
+    for module in refresh(replicas, source):
+        assert module.weight.dtype == torch.bfloat16
+
+
+def test_a_change_of_a_tensor_without_one_address_is_seen():
+    source, replicas = nn.Linear(3, 3), ReplicaSet()
+    source.graph = nn.Parameter(torch.eye(3).to_sparse())
+    for _ in range(3):
+        refresh(replicas, source)
+    source.graph.requires_grad_(False)
+    assert not any(module.graph.requires_grad for module in refresh(replicas, source))
+
+
 def test_changes_one_after_the_other_are_followed(source):
     replicas = ReplicaSet()
     for change in CHANGES:
@@ -299,17 +345,145 @@ def test_changes_one_after_the_other_are_followed(source):
             check_equal(module, source)
 
 
-@pytest.mark.parametrize("change", [change_buffer_in_place, write_parameter, load, set_data])
-def test_a_set_that_copies_is_brought_up_to_date(source, change):
+SEEN_BY_COPIES = [change for change in CHANGES if change is not write_through_data]
+
+
+@pytest.mark.parametrize("with_inference", [False, True])
+@pytest.mark.parametrize("change", SEEN_BY_COPIES)
+def test_a_set_that_copies_is_brought_up_to_date(source, change, with_inference):
     replicas = ReplicaSet(share=False)
-    (module,) = refresh(replicas, source, SLOTS[:1])
+    refresh(replicas, source, SLOTS[:2])
     change(source)
-    (module,) = refresh(replicas, source, SLOTS[:1])
-    x = torch.randn(2, 3)
-    assert torch.equal(module(x), source(x))
+    with torch.inference_mode(with_inference):
+        modules = refresh(replicas, source, SLOTS[:2])
+    for module in modules:
+        check_equal(module, source, is_shared=False)
     before = replicas.stats()
-    refresh(replicas, source, SLOTS[:1])
+    refresh(replicas, source, SLOTS[:2])
     assert replicas.stats() == before
+
+
+def test_a_set_that_copies_follows_changes_one_after_the_other(source):
+    replicas = ReplicaSet(share=False)
+    for change in SEEN_BY_COPIES:
+        change(source)
+        for module in refresh(replicas, source, SLOTS[:2]):
+            check_equal(module, source, is_shared=False)
+
+
+class Shapes(nn.Module):
+    """Parameters of all kinds of memory."""
+
+    def __init__(self):
+        super().__init__()
+        image = torch.randn(3, 5, 2, 2).to(memory_format=torch.channels_last)
+        values = {
+            "odd": torch.randn(3),
+            "image": image,
+            "turned": torch.randn(5, 3).T,
+            "none": torch.randn(0, 4),
+            "one": torch.randn(()),
+            "gaps": torch.randn(4, 4)[:, ::2],
+            "wide": torch.randn(7).double(),
+            "more": torch.randn(5).double(),
+            "small": torch.randn(9).half(),
+        }
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value))
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.still = nn.Parameter(torch.randn(2, 3), requires_grad=False)
+        self.tied = self.image
+
+
+def change_all(net):
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(parameter + 1)
+
+
+def get_storages(net):
+    return {name: p.untyped_storage().data_ptr() for name, p in net.named_parameters()}
+
+
+def check_copies(mine, net):
+    for own, theirs in zip(mine.parameters(), net.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+        assert own.dtype == theirs.dtype
+        assert own.data_ptr() % 64 == 0  # as with memory of its own: bits can depend on that
+        if theirs is not net.gaps:
+            assert own.stride() == theirs.stride()
+
+
+def test_what_changes_together_is_copied_to_memory_in_common():
+    net, replicas = Shapes(), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+    at = get_storages(mine)
+    assert at["odd"] == at["image"] == at["turned"] == at["one"]
+    assert at["wide"] == at["more"]
+    assert at["frozen"] == at["still"]
+    assert len({at[name] for name in ("odd", "wide", "frozen", "small", "gaps")}) == 5
+    assert mine.tied is mine.image
+    check_copies(mine, net)
+    change_all(net.requires_grad_(False))
+    check_copies(refresh(replicas, net, SLOTS[:1])[0], net)
+
+
+def test_a_copy_has_a_version_of_its_own():
+    net, replicas = Shapes(), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+
+    def refresh_and_find_raised():
+        before = {name: p._version for name, p in mine.named_parameters()}
+        refresh(replicas, net, SLOTS[:1])
+        check_copies(mine, net)
+        return {name for name, p in mine.named_parameters() if p._version != before[name]}
+
+    with torch.no_grad():
+        net.odd.add_(1)
+        assert refresh_and_find_raised() == {"odd"}
+        mine.image.zero_()  # as a forward might
+        assert refresh_and_find_raised() == {"image"}
+        trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        for parameter in trained.values():
+            parameter.mul_(2)
+        assert refresh_and_find_raised() == trained.keys()
+    # A graph that needs the old values says so, as in torch.
+    loss = (mine.odd * mine.odd).sum()
+    change_all(net)
+    refresh(replicas, net, SLOTS[:1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_memory_in_common_is_made_anew_with_a_tensor_that_moves():
+    net, replicas = Shapes(), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+    before, leaf = get_storages(mine), mine.image
+    net.odd.data = torch.randn(4)
+    refresh(replicas, net, SLOTS[:1])
+    check_copies(mine, net)
+    after = get_storages(mine)
+    assert after["odd"] == after["image"] != before["image"]
+    assert after["wide"] == before["wide"]
+    assert mine.image is mine.tied is not leaf
+    net.odd.requires_grad_(False)
+    refresh(replicas, net, SLOTS[:1])
+    check_copies(mine, net)
+    assert get_storages(mine)["odd"] != get_storages(mine)["image"] == get_storages(mine)["one"]
+
+
+def test_a_tensor_that_is_gone_leaves_the_others_right():
+    net, replicas = Shapes(), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+    memory = weakref.ref(net.odd.untyped_storage())
+    net.odd = None
+    refresh(replicas, net, SLOTS[:1])
+    assert memory() is None
+    for _ in range(2):
+        change_all(net)
+        refresh(replicas, net, SLOTS[:1])
+        check_copies(mine, net)
+    assert replicas.stats().num_builds == 1
 
 
 def test_a_write_through_data_into_a_copy_needs_force(source):
@@ -359,6 +533,29 @@ def test_copies_of_the_source_are_independent(source):
     with torch.no_grad():
         other.first.weight.zero_()
     assert torch.equal(module.first.weight, source.first.weight)
+
+
+def test_a_far_replica_is_brought_up_to_date_by_one_transfer(monkeypatch):
+    net, replicas = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), ReplicaSet(share=False)
+    (mine,) = refresh(replicas, net, SLOTS[:1])
+    sent = []
+
+    def move(tensor, device, **_):
+        sent.append(tensor.numel())
+        return tensor.clone()
+
+    for module in (links, copies):
+        monkeypatch.setattr(module, "is_far", lambda here, there: True)
+    monkeypatch.setattr(links, "move_tensor", move)
+    change_all(net)
+    refresh(replicas, net, SLOTS[:1])
+    assert sent == [16 + 16 + 32 + 16]  # each begins at a multiple of 64 bytes
+    with torch.no_grad():
+        net[0].weight.zero_(), net[1].bias.zero_()
+    refresh(replicas, net, SLOTS[:1])
+    assert sent[1:] == [12 + 5]
+    for own, theirs in zip(mine.parameters(), net.parameters(), strict=True):
+        assert torch.equal(own, theirs)
 
 
 def test_what_is_far_is_sent_as_one_flat_transfer_per_dtype(monkeypatch):

@@ -133,7 +133,7 @@ def find_touched(replicas: Sequence[Replica]) -> Touched:
         if replica.snapshot.is_current():
             continue
         for index in replica.snapshot.changed():
-            target = replica.follower.cells[index][1]
+            target = replica.follower.targets[index]
             path, number = replica.name_cell(index)
             for key in _changed_keys(target, replica.snapshot.content(index)):
                 entries[path, number, key] = None

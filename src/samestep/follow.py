@@ -33,7 +33,7 @@ import logging
 import operator
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -42,7 +42,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ReplicaError
-from samestep.snapshot import Cell, fill
+from samestep.pattern import Pattern
+from samestep.reach import EMPTY, cell_content, global_names, referents
+from samestep.snapshot import Cell, iter_items, key_text, refill
 
 __all__ = ["Follower"]
 
@@ -76,7 +78,8 @@ class Follower:
 
     Attributes:
         root: the copy.
-        cells: pairs (original cell, copied cell), in the order found.
+        cells: the original cells, in the order found.
+        targets: their copies.
         untracked: original cells whose copies cannot be updated piece by piece: a change there
             needs a new Follower.
         has_generator: whether a random generator of the user's was found.
@@ -97,16 +100,19 @@ class Follower:
         self._leaf = leaf
         self._devices = devices
         self._copies: dict[int, Any] = {}
-        self._originals: dict[int, Any] = {}
+        self._originals: dict[int, Any] | None = {}  # None: not made yet
         self._kept: list[Any] = []  # keeps every id in the two tables unique
-        self._tree = {id(module) for module in root.modules()}
-        self.cells: list[tuple[Cell, Cell]] = []
+        self._makers: list[Callable[[], Any] | None] = []  # beside it: what makes an empty copy
+        self.cells: list[Cell] = []
+        self.targets: list[Cell] = []
         self.paths: list[str] = []
+        self._owners: list[int] = []  # beside them, by id: whose ``__dict__`` it is, or the cell
         self.untracked: list[Cell] = []
         self.loose: list[Tensor] = []
         self.has_generator = False
         self.scripted: list[tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]] = []
         self.modules: list[tuple[nn.Module, nn.Module]] = []
+        self._tree = {id(module) for module in root.modules()}
         try:
             self.root: nn.Module = self.copy(root, "")
         except RecursionError:
@@ -123,6 +129,9 @@ class Follower:
         found = self._copies.get(id(value), self)
         if found is not self:
             return found
+        if kind in _CONTAINERS or (kind is OrderedDict and not value.__dict__):
+            # Most are the empty dictionaries of hooks, to which nobody gives attributes.
+            return self._copy_container(value, kind, path)
         if f"{kind.__module__}.{kind.__qualname__}" in _SHARED_NAMES:
             return value
         if isinstance(value, Tensor):
@@ -142,15 +151,15 @@ class Follower:
             owner = self.copy(value.__self__, path)
             if owner is value.__self__:
                 return value
-            return self._remember(value, types.MethodType(value.__func__, owner))
+            return self._remember(value, types.MethodType(value.__func__, owner), None)
         if isinstance(value, weakref.ref):
             return self._copy_reference(value)
-        if kind in _CONTAINERS:
-            return self._copy_container(value, kind(), path)
         return self._copy_object(value, path)
 
     def original(self, value: Any) -> Any:
         """Return what ``value`` is the copy of; ``value`` itself if it is none."""
+        if self._originals is None:
+            self._originals = {id(self._copies[id(value)]): value for value in self._kept}
         return self._originals.get(id(value), value)
 
     def is_known(self, value: Any) -> bool:
@@ -165,23 +174,87 @@ class Follower:
             or id(value) in self._copies
         )
 
-    def add_cell(self, source: Cell, target: Cell, path: str) -> None:
-        """Follow one more cell: ``target`` holds copies of what ``source`` holds."""
-        fill(target, source, lambda value, key: self.copy(value, path + key))
-        self.cells.append((source, target))
+    def add_cell(self, source: Cell, target: Cell, path: str, owner: Any = None) -> None:
+        """Follow one more cell: ``target`` holds copies of what ``source`` holds.
+
+        Args:
+            owner: the object whose ``__dict__`` ``source`` is; None: ``source`` is itself one.
+        """
+        if source:
+            self._fill(target, source, path)
+        self.cells.append(source)
+        self.targets.append(target)
         self.paths.append(path)
+        self._owners.append(id(source if owner is None else owner))
 
     def update(self, index: int) -> None:
         """Make the copied cell ``index`` hold copies of what the original holds now."""
-        source, target = self.cells[index]
-        fill(target, source, lambda value, key: self.copy(value, self.paths[index] + key))
+        self._fill(self.targets[index], self.cells[index], self.paths[index])
+
+    def pattern(self) -> Pattern | None:
+        """How to make one more copy of the same graph; None if it must be walked through again."""
+        makers = [make for make in self._makers if make is not None]
+        if self.untracked or self.loose or len(makers) < len(self._kept):
+            return None
+        return Pattern(self._kept, makers, self.cells, self._owners, self.is_shared)
+
+    def is_shared(self, value: Any) -> bool:
+        """Whether every copy of the graph holds this very object."""
+        if type(value) is tuple:
+            return all(map(self.is_shared, value))
+        return not isinstance(value, torch.device) and self.copy(value, "") is value
+
+    def repeat(
+        self,
+        pattern: Pattern,
+        leaf: Leaf,
+        devices: Mapping[torch.device, torch.device],
+        leaves: Mapping[int, Any],
+    ) -> Follower:
+        """Make another Follower of the same graph, which has not changed since this one was made.
+
+        Args:
+            pattern: of this Follower.
+            leaf, devices: as when a Follower is made.
+            leaves: the copies of all leaves, by id of the original.
+        """
+        other = copy.copy(self)  # what is known of the originals is as true there
+        other._copies, other.targets = pattern.make(leaves)
+        other._leaf, other._devices = leaf, devices
+        other._kept, other._makers = [*self._kept], [*self._makers]
+        other._originals = None
+        other.untracked, other.loose, other.scripted = [], [], []
+        other.cells, other.paths, other._owners = [*self.cells], [*self.paths], [*self._owners]
+        other.modules = [(module, other._copies[id(module)]) for module, _ in self.modules]
+        other.root = other._copies[id(self.modules[0][0])]
+        for index in pattern.others:
+            other.update(index)
+        return other
 
     # -- One kind of thing each -------------------------------------------------------------
 
-    def _remember(self, value: Any, copied: Any) -> Any:
+    def _fill(self, target: Cell, source: Cell, path: str) -> None:
+        """Let ``target`` hold copies of what ``source`` holds; the types agree."""
+        values: list[Any]
+        if isinstance(source, dict):
+            # Most entries are of a kind that needs no copy: then no path is put together.
+            values = [
+                (
+                    key if type(key) is str else self.copy(key, f"{path}[{key!r}]"),
+                    value if type(value) in _ATOMS else self.copy(value, path + key_text(key)),
+                )
+                for key, value in iter_items(source)
+            ]
+        else:
+            values = [self.copy(value, f"{path}[{i}]") for i, value in enumerate(source)]
+        refill(target, values)
+
+    def _remember(self, value: Any, copied: Any, make: Callable[[], Any] | None) -> Any:
         self._copies[id(value)] = copied
-        self._originals[id(copied)] = value
+        if self._originals is not None:
+            self._originals[id(copied)] = value
         self._kept.append(value)
+        self._makers.append(make)
         return copied
 
     def _copy_module(self, module: nn.Module, path: str) -> nn.Module:
@@ -192,14 +265,15 @@ class Follower:
             # torch.compile's wrapper: wrap the copy anew. torch finds the compiled code again.
             compiled: Any = module
             copied: nn.Module = cls(self.copy(compiled._orig_mod, path), compiled.dynamo_ctx)
+            self._remember(module, copied, None)
             self.modules.append((module, copied))
-            self._remember(module, copied)
             return copied
         # Not cls.__new__: some classes make a class of its own for every object (fx.GraphModule).
-        copied = object.__new__(cls)
-        self._remember(module, copied)
+        make = functools.partial(object.__new__, cls)
+        copied = make()
+        self._remember(module, copied, make)
         self.modules.append((module, copied))
-        self.add_cell(module.__dict__, copied.__dict__, path)
+        self.add_cell(module.__dict__, copied.__dict__, path, module)
         return copied
 
     def _copy_script(self, module: torch.jit.ScriptModule, path: str) -> nn.Module:
@@ -220,7 +294,7 @@ class Follower:
             if target._c.hasattr("_flat_weights"):  # a recurrent module's list of its parameters
                 weights = source._c.getattr("_flat_weights")
                 target._c.setattr("_flat_weights", [self.copy(w, prefix) for w in weights])
-            self._remember(source, target)
+            self._remember(source, target, None)
             self.modules.append((source, target))
             self.scripted.append((source, target))
         return copied
@@ -229,10 +303,10 @@ class Follower:
         entries = [self.copy(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
         return value if all(map(operator.is_, entries, value)) else tuple(entries)
 
-    def _copy_container(self, value: Cell, target: Cell, path: str) -> Any:
-        if isinstance(value, deque) and value.maxlen is not None:
-            target = deque(maxlen=value.maxlen)
-        self._remember(value, target)
+    def _copy_container(self, value: Cell, kind: Callable[[], Cell], path: str) -> Any:
+        if isinstance(value, deque):
+            kind = functools.partial(deque, maxlen=value.maxlen)
+        target = self._remember(value, kind(), kind)
         self.add_cell(value, target, path)
         return target
 
@@ -256,14 +330,14 @@ class Follower:
         copied = types.FunctionType(
             value.__code__, value.__globals__, value.__name__, value.__defaults__, cells or None
         )
-        self._remember(value, copied)
+        self._remember(value, copied, None)
         for cell, source in zip(cells, value.__closure__ or (), strict=True):
-            content = _cell_content(source)
+            content = cell_content(source)
             # Only what reaches into the modules is rebound: a list that the user collects
             # activations in must stay the user's list.
             if self._reaches((content,), set()):
                 cell.cell_contents = self.copy(content, f"{path}.<closure>")
-            elif content is not _EMPTY:
+            elif content is not EMPTY:
                 cell.cell_contents = content
         copied.__defaults__ = self.copy(value.__defaults__, f"{path}.<default>")
         copied.__kwdefaults__ = self.copy(value.__kwdefaults__, f"{path}.<default>")
@@ -287,14 +361,18 @@ class Follower:
             return value
         if not is_cell and (items is not None or entries is not None):
             return value  # a container type of its own that torch's trees do not know either
-        copied = maker(*(self.copy(argument, f"{path}.<args>") for argument in arguments))
-        self._remember(value, copied)
-        if (
+        is_followed = (
             has_dict
             and getattr(cls, "__getstate__", None) is object.__getstate__
             and not hasattr(cls, "__setstate__")
-        ):
-            self.add_cell(value.__dict__, copied.__dict__, path)
+        )
+        make = functools.partial(
+            maker, *(self.copy(argument, f"{path}.<args>") for argument in arguments)
+        )
+        is_alike = (is_followed or state is None) and all(map(self.is_shared, arguments))
+        copied = self._remember(value, make(), make if is_alike else None)
+        if is_followed:
+            self.add_cell(value.__dict__, copied.__dict__, path, value)
         elif state is not None:
             self._set_state(copied, self.copy(state, path))
             self.untracked.append(getattr(value, "__dict__", {}))
@@ -327,7 +405,7 @@ class Follower:
                 if self._is_around(value):
                     return True
                 continue
-            stack.extend(_referents(value))
+            stack.extend(referents(value))
         return False
 
     def _is_around(self, module: nn.Module) -> bool:
@@ -335,7 +413,7 @@ class Follower:
         return any(id(m) in self._tree or id(m) in self._copies for m in module.modules())
 
     def _refuse_globals(self, function: types.FunctionType, path: str) -> None:
-        for name in _global_names(function.__code__):
+        for name in global_names(function.__code__):
             value = function.__globals__.get(name)
             if isinstance(value, nn.Module) and self._is_around(value):
                 raise ReplicaError(
@@ -344,44 +422,3 @@ class Follower:
                     f"global. Pass the module as an argument or a default instead: "
                     f"lambda x, {name}={name}: ..."
                 )
-
-
-# ---------------------------------------------------------------------------
-# Helpers
-# ---------------------------------------------------------------------------
-
-_EMPTY = object()
-
-
-def _cell_content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that is not assigned yet
-        return _EMPTY
-
-
-def _referents(value: Any) -> Iterable[Any]:
-    """What ``value`` holds, one level down; only kinds through which a user would hold a module."""
-    if isinstance(value, types.CellType):
-        return (_cell_content(value),)
-    if isinstance(value, dict):
-        return (*value.keys(), *value.values())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return tuple(value)
-    if isinstance(value, types.MethodType):
-        return (value.__self__, value.__func__)
-    if isinstance(value, types.FunctionType):
-        return (*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__)
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
-    if isinstance(value, weakref.ref):
-        return (value(),)
-    return tuple(getattr(value, "__dict__", {}).values())
-
-
-def _global_names(code: types.CodeType) -> Iterable[str]:
-    """Names that ``code`` and the functions nested in it may look up as globals."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)

@@ -1,13 +1,7 @@
 """One tensor of the source module and what it is in a replica.
 
 What it holds: :class:`Link`, and the few ways in which a replica's tensor is made and compared.
-Guarantees: a change of the source's values or of a copy's is seen, see the note.
 Must not: know modules or slots.
-
-[Note: batch_norm has no version]
-torch's batch_norm updates ``running_mean`` and ``running_var`` without raising their versions. The
-counter beside them, ``num_batches_tracked``, is raised by every such update, so its version stands
-for theirs. A module with such buffers and no counter is compared by value.
 """
 
 from __future__ import annotations
@@ -22,6 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # a torch that names them otherwise: then it takes longer
+    TensorGuards = None  # type: ignore[assignment, misc]
 
 from samestep.devices import move_tensor
 from samestep.snapshot import Cell
@@ -41,6 +40,7 @@ __all__ = [
     "is_far",
     "num_bytes",
     "send_flat",
+    "send_rows",
     "write",
 ]
 
@@ -49,7 +49,7 @@ __all__ = [
 Rows = tuple[int, int, int]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Link:
     """One source tensor and what it is in a replica."""
 
@@ -61,52 +61,21 @@ class Link:
     is_suspect: bool = False  # may be written without a new version: only values can tell
     is_watched: bool = False  # whether gradients that reach the copy alone are brought home
     rows: Rows | None = None  # which rows of the source the copy holds; None: all of it
+    flat: Any = None  # the memory that the copy shares with others; None: it has its own
     is_unversioned: bool = False  # torch itself writes it without raising its version
     owner: nn.Module | None = None  # the replica's module that holds a tensor with clocks
-    clocks: tuple[Tensor, Tensor] | None = None  # see [Note: batch_norm has no version]
-    seen: tuple[int, int] = (-1, -1)  # versions of source and copy when they were last equal
+    #: Tensors whose versions stand for those of source and copy as well.
+    clocks: tuple[Tensor, Tensor] | None = None
 
     @property
-    def was_written(self) -> bool:
-        """Whether the copy was written in place since the call began."""
-        if self.is_alias:  # only ``parameter.data = ...`` parts an alias from its source
-            return get_address(self.copy) != get_address(self.source)
-        if self.is_suspect:
-            return not self._is_equal()
-        if self._versions()[1] != self.seen[1]:
-            return True
-        # A call of F.batch_norm on the buffers themselves does not raise the counter.
-        return self.owner is not None and self.owner.training and not self._is_equal()
+    def is_parted(self) -> bool:
+        """Whether an alias got other memory than the source (by ``parameter.data = ...``)."""
+        return get_address(self.copy) != get_address(self.source)
 
     def view(self) -> Tensor:
         """What of the source the copy holds, outside of any graph."""
         source = self.source.detach()
         return source if self.rows is None else source.narrow(*self.rows)
-
-    def is_stale(self) -> bool:
-        """Whether the source may hold other values than the copy. Unknown versions count so."""
-        return self.is_suspect or self.seen != self._versions() or -1 in self.seen
-
-    def _is_equal(self) -> bool:
-        return torch.equal(self.copy, self.source.to(self.copy.device))
-
-    def set_clocks(self, source: Tensor, copy: Tensor, owner: nn.Module) -> None:
-        """Let these tensors' versions stand for the two tensors' own as well."""
-        self.owner = owner
-        if self.clocks is None or self.clocks[0] is not source or self.clocks[1] is not copy:
-            was_stale = self.is_stale()
-            self.clocks = (source, copy)
-            self.seen = (-1, -1) if was_stale else self._versions()
-
-    def mark_equal(self) -> None:
-        """Source and copy hold the same values now."""
-        self.seen = self._versions()
-
-    def _versions(self) -> tuple[int, int]:
-        if self.clocks is None:
-            return get_version(self.source), get_version(self.copy)
-        source, copy = self.clocks
-        return get_version(self.source, source), get_version(self.copy, copy)
 
 
 class Carried:
@@ -169,11 +138,13 @@ def _get_leaves(cell: Cell, key: Any) -> list[Any]:
 def as_leaf(data: Tensor, source: Tensor) -> Tensor:
     """A leaf over ``data`` that looks like ``source``: its class, and whether it needs a
     gradient."""
-    if isinstance(source, nn.Parameter):
-        # Not nn.Parameter(data): a subclass may have a constructor of its own.
-        with torch.inference_mode(source.is_inference()):
-            return torch.Tensor._make_subclass(type(source), data, source.requires_grad)
-    return data.requires_grad_(source.requires_grad)
+    if not isinstance(source, nn.Parameter):
+        return data.requires_grad_(source.requires_grad)
+    # Not nn.Parameter(data): a subclass may have a constructor of its own.
+    if not source.is_inference():
+        return Tensor._make_subclass(type(source), data, source.requires_grad)
+    with torch.inference_mode():
+        return Tensor._make_subclass(type(source), data, source.requires_grad)
 
 
 def copy_to(data: Tensor, device: torch.device) -> Tensor:
@@ -233,23 +204,33 @@ def send_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     Returns:
         Tensors of the same shapes, in memory that they share.
     """
-    here, sizes = tensors[0].device, [tensor.numel() for tensor in tensors]
-    rows = [tensor.reshape(-1) for tensor in tensors]
-    is_pinned = here.type == "cpu" and device.type not in ("cpu", "meta")
-    # From pinned memory the transfer runs beside the host's next work. torch's allocator keeps the
-    # memory until the transfer has ended.
-    flat = torch.empty(sum(sizes), dtype=rows[0].dtype, device=here, pin_memory=is_pinned)
-    torch.cat(rows, out=flat)
-    moved = move_tensor(flat, device, non_blocking=True)
+    moved = send_rows([tensor.reshape(-1) for tensor in tensors], device)
+    sizes = [tensor.numel() for tensor in tensors]
     return [
         part.view(tensor.shape)
         for part, tensor in zip(torch.split_with_sizes(moved, sizes), tensors, strict=True)
     ]
 
 
+def send_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Put one-dimensional tensors of one dtype end to end, and bring them to another device."""
+    here = rows[0].device
+    is_pinned = here.type == "cpu" and device.type not in ("cpu", "meta")
+    # From pinned memory the transfer runs beside the host's next work. torch's allocator keeps the
+    # memory until the transfer has ended.
+    size = sum(map(len, rows))
+    flat = torch.empty(size, dtype=rows[0].dtype, device=here, pin_memory=is_pinned)
+    torch.cat(list(rows), out=flat)
+    return move_tensor(flat, device, non_blocking=True)
+
+
 class Stamps:
     """What would show that the memory of one of many tensors was exchanged, or ``requires_grad``
     switched. Asked at every call, so it is read in C loops.
+
+    torch's own guards, which its compiler asks before it runs a graph, compare everything but the
+    address of many tensors in one call, at a third of the price. They count the mode of the calling
+    thread (inference mode, autocast) among what they compare, so a mode has guards of its own.
 
     Args:
         tensors: the ones to look at, as they are now.
@@ -260,16 +241,20 @@ class Stamps:
         self._others = [tensor for tensor in tensors if not _is_plain(tensor)]
         self._complex = [tensor for tensor in self._plain if tensor.is_complex()]
         self._seen = self._look()
+        self._guards: list[Any] = []  # one per mode, the latest first
 
     def find_changed(self) -> list[Tensor]:
         """Return the tensors that are not what they were."""
         try:
+            if self._is_alike():
+                return []
             now = self._look()
         except RuntimeError:  # one is not of a plain kind any more
             return self._plain + self._others
         if now == self._seen:
+            self._guard()
             return []
-        asked = [*[self._plain] * 4, self._complex, self._others]
+        asked = [self._plain, self._others, *[self._plain] * 4, self._complex]
         found: dict[int, Tensor] = {}
         for tensors, *answers in zip(asked, self._seen, now, strict=True):
             changed = map(operator.ne, *answers)
@@ -279,12 +264,33 @@ class Stamps:
     def _look(self) -> list[list[Any]]:
         return [
             list(map(Tensor.data_ptr, self._plain)),
+            [_ask(tensor) for tensor in self._others],
             list(map(_get_shape, self._plain)),
             list(map(Tensor.stride, self._plain)),
             list(map(_needs_gradient, self._plain)),
+            list(map(_get_dtype, self._plain)),
             list(map(Tensor.is_conj, self._complex)),
-            [(get_address(t), get_version(t), t.requires_grad) for t in self._others],
         ]
+
+    def _is_alike(self) -> bool:
+        """A short look: whether it is certain that nothing changed."""
+        for guard in self._guards:
+            if guard.check(*self._plain):
+                return list(map(Tensor.data_ptr, self._plain)) == self._seen[0] and (
+                    not self._others or [_ask(tensor) for tensor in self._others] == self._seen[1]
+                )
+        return False
+
+    def _guard(self) -> None:
+        """Remember how torch compares the tensors in this mode; they are what they were."""
+        if TensorGuards is not None and self._plain:
+            guard = TensorGuards(
+                *self._plain,
+                # torch's stubs say that these are flat
+                dynamic_dims_sizes=[list(shape) for shape in self._seen[2]],  # type: ignore[misc]
+                dynamic_dims_strides=[list(s) for s in self._seen[3]],  # type: ignore[misc]
+            )
+            self._guards = [guard, *self._guards[: _NUM_MODES - 1]]
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -292,15 +298,9 @@ def num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def get_version(*tensors: Tensor) -> int:
-    """Return the in-place version (of several tensors: the sum goes up with each); -1 if torch
-    keeps none."""
-    total = 0
-    for tensor in tensors:
-        if tensor.is_inference():
-            return -1
-        total += tensor._version
-    return total
+def get_version(tensor: Tensor) -> int:
+    """Return the in-place version; -1 if torch keeps none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def get_address(tensor: Tensor) -> int:
@@ -322,8 +322,14 @@ def get_addresses(tensors: Sequence[Tensor]) -> list[int]:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_NUM_MODES = 4  # grad and inference mode, with and without autocast
 _get_shape = operator.attrgetter("shape")
+_get_dtype = operator.attrgetter("dtype")
 _needs_gradient = operator.attrgetter("requires_grad")
+
+
+def _ask(tensor: Tensor) -> tuple[int, int, bool]:
+    return get_address(tensor), get_version(tensor), tensor.requires_grad
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ import itertools
 import operator
 import threading
 import weakref
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,11 +33,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from samestep.context import current_shard
+from samestep.copies import Copies, Flat, lay_out
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.follow import Follower
 from samestep.links import Link, Rows, as_leaf, copy_to, get_addresses
 from samestep.norm import NormRecord
+from samestep.pattern import Pattern
 from samestep.snapshot import Snapshot
 
 __all__ = ["BringHome", "LazyError", "Replica", "find_replica", "home_device"]
@@ -80,6 +82,8 @@ class Replica:
         source: the module to replicate.
         slot: whose replica this is.
         share: False: hold copies even of parameters on the same device (as on another device).
+        model: another replica of ``source`` as it is now: what was found out for it holds here.
+        pattern: that of the model's follower.
 
     Attributes:
         module: the copy, a real module of the same class: the replica itself.
@@ -98,6 +102,8 @@ class Replica:
         written: Container[int] = (),
         rows: Mapping[int, Rows] = MappingProxyType({}),
         lock: threading.RLock | None = None,
+        model: Replica | None = None,
+        pattern: Pattern | None = None,
     ) -> None:
         self.slot = slot
         self.lock = lock or threading.RLock()
@@ -107,24 +113,56 @@ class Replica:
         self._written = written
         self.rows = rows
         self._by_copy: dict[int, Link] = {}
+        self._places: dict[int, tuple[Flat, Tensor]] = {}  # copies that have no link yet
+        self.held = Copies([])
         # Made when they are asked for, and again when tensors changed.
         self._links_by_path: dict[str, Link] | None = None
         self._objects: dict[str, Any] | None = None
         self._names: dict[int, str] = {}
         self._targets: dict[int, Any] = {}
         self.source = source
-        self.home = home_device(source)
-        self._storages = {_get_storage(parameter) for parameter in source.parameters()} - {0}
-        self.follower = Follower(source, self._link, devices={self.home: slot.device})
+        self.home: torch.device
+        self._storages: set[int]
+        if model is None:
+            self.home = home_device(source)
+            self._storages = {_get_storage(parameter) for parameter in source.parameters()} - {0}
+        else:
+            self.home, self._storages = model.home, model._storages
+        with torch.inference_mode(False), torch.no_grad():
+            if not (share and slot.device == self.home):
+                self._lay_out(source.parameters())
+            self.follower = self._copy_tree(model, pattern)
+        self._places = {}
+        self.module = self.follower.root
+        self._targets = (
+            {id(cell): i for i, cell in enumerate(self.follower.cells)}
+            if model is None or pattern is None
+            else model._targets
+        )
+        _registry[self.module] = weakref.ref(self)
+
+    def _copy_tree(self, model: Replica | None, pattern: Pattern | None) -> Follower:
+        devices = {self.home: self.slot.device}
+        if model is not None and pattern is not None:
+            is_alike = self.slot.device == model.slot.device and not (self.rows or model.rows)
+            leaves = {}
+            for key, link in model.links.items():
+                found = (link.is_alias, link.is_private, link.is_suspect)
+                kind = found if is_alike else self._judge(link.source)
+                leaves[key] = self._add_link(link.source, link.path, *kind)
+            return model.follower.repeat(pattern, self._link, devices, leaves)
+        follower = Follower(self.source, self._link, devices)
         for link in self.links.values():
             if isinstance(link.source, nn.Parameter):
                 # What the user put on a parameter belongs to the replica's parameter too.
-                self.follower.add_cell(link.source.__dict__, link.copy.__dict__, link.path)
-        self.module = self.follower.root
-        self._targets = {id(cell): i for i, (cell, _) in enumerate(self.follower.cells)}
-        self.snapshot = Snapshot([target for _, target in self.follower.cells])
+                tags = link.source.__dict__
+                follower.add_cell(tags, link.copy.__dict__, link.path, link.source)
+        return follower
+
+    def settle(self) -> None:
+        """Take the replica for what it is now: the source module's equal, made ready to run."""
         self.index()
-        _registry[self.module] = weakref.ref(self)
+        self.snapshot = Snapshot(self.follower.targets)
 
     def original(self, value: Any) -> Any:
         """Return the source's object that ``value`` is this replica's copy of, or ``value``."""
@@ -139,7 +177,7 @@ class Replica:
     def target(self, cell: Any) -> Any:
         """Return this replica's copy of a source cell; None if it has none."""
         index = self._targets.get(id(cell))
-        return None if index is None else self.follower.cells[index][1]
+        return None if index is None else self.follower.targets[index]
 
     def name_cell(self, index: int) -> tuple[str, int]:
         """A name for a cell that is the same in every process: its path, and which with that."""
@@ -149,7 +187,7 @@ class Replica:
     def find_cell(self, path: str, number: int) -> Any:
         """Return the source cell of that name."""
         found = [i for i, known in enumerate(self.follower.paths) if known == path]
-        return self.follower.cells[found[number]][0]
+        return self.follower.cells[found[number]]
 
     def links_by_path(self) -> dict[str, Link]:
         """The links by the paths of their tensors."""
@@ -163,7 +201,7 @@ class Replica:
             self._objects = {f"tensor {link.path}": link.source for link in self.links.values()}
             for name, module in self.source.named_modules():
                 self._objects[f"module {name}"] = module
-            for index, (cell, _) in enumerate(self.follower.cells):
+            for index, cell in enumerate(self.follower.cells):
                 path, number = self.name_cell(index)
                 self._objects[f"cell {path} {number}"] = cell
             self._names = {id(value): name for name, value in self._objects.items()}
@@ -177,8 +215,10 @@ class Replica:
     def update(self, cells: Iterable[Any]) -> int:
         """Bring the copies of these source cells up to date; returns how many there were."""
         indices = [self._targets[id(cell)] for cell in cells if id(cell) in self._targets]
-        for index in indices:
-            self.follower.update(index)
+        with torch.inference_mode(False), torch.no_grad():
+            for index in indices:
+                self.follower.update(index)
+        self._places = {}
         return len(indices)
 
     def prune(self, live: set[int]) -> None:
@@ -190,6 +230,7 @@ class Replica:
     def index(self) -> None:
         """Sort the links by what must be asked of them at every call. Again when tensors
         changed."""
+        stale = {id(link) for link in self.held.find_stale()}
         self._set_clocks()
         self._links_by_path, self._objects = None, None
         self._has_hooks = any(
@@ -199,6 +240,7 @@ class Replica:
         self.paths = {id(link.copy): link.path for link in self.links.values()}
         self.aliases = [link for link in self.links.values() if link.is_alias]
         self.copies = [link for link in self.links.values() if not link.is_alias]
+        self.held = Copies(self.copies, stale)
         # Beside each list of links the tensors that are asked, in a C loop, at every call.
         self._alias_tensors = [link.copy for link in self.aliases]
         self._addresses = get_addresses(self._alias_tensors)
@@ -211,14 +253,6 @@ class Replica:
         # Inference tensors have no versions; then nothing can be said about them.
         self._counted = [link for link in self.aliases if not link.copy.is_inference()]
         self._counted_tensors = [link.copy for link in self._counted]
-        # Nothing can be told from versions alone where torch keeps none, or does not raise them.
-        self._tells = not any(
-            link.is_suspect
-            or link.copy.is_inference()
-            or (link.owner is not None and link.owner.training)
-            for link in self.copies
-        )
-        self._left: list[int] = []
         self._picked: tuple[frozenset[str], list[Link]] = frozenset(), []
 
     def pick(self, paths: frozenset[str]) -> list[Link]:
@@ -235,14 +269,6 @@ class Replica:
             )
         return self._picked[1]
 
-    def rest(self) -> None:
-        """What the replica holds as copies is equal to the source now; see :meth:`is_at_rest`."""
-        self._left = [link.copy._version for link in self.copies] if self._tells else []
-
-    def is_at_rest(self) -> bool:
-        """Whether no copy was written since :meth:`rest`; False where that cannot be said."""
-        return self._tells and [link.copy._version for link in self.copies] == self._left
-
     def begin(self) -> None:
         """A forward is about to run."""
         for record in self.norms:
@@ -255,9 +281,9 @@ class Replica:
 
     def find_written(self) -> list[Link]:
         """Links whose copy the forward wrote, or gave other memory (``parameter.data = ...``)."""
-        written = [link for link in self.copies if link.was_written]
+        written = self.held.find_written() if self.copies else []
         if get_addresses(self._alias_tensors) != self._addresses:
-            written += [link for link in self.aliases if link.was_written]
+            written += [link for link in self.aliases if link.is_parted]
         return written
 
     def find_raced(self) -> list[Link]:
@@ -289,28 +315,52 @@ class Replica:
         return not all(map(operator.is_, map(_get_gradient, self._graded), _NONES))
 
     def _set_clocks(self) -> None:
-        """See [Note: batch_norm has no version]."""
+        """See [Note: what tells of a change]."""
         for module, copied in self.follower.modules:
-            buffers = dict(module.named_buffers(recurse=False))
+            if not module._buffers:
+                continue
+            buffers = dict(module._buffers.items())
             counter = self.links.get(id(buffers.get("num_batches_tracked")))
             for name in _UNVERSIONED & buffers.keys():
+                if buffers[name] is None:
+                    continue
                 link = self.links[id(buffers[name])]
                 link.is_unversioned = True
                 if counter is None:
                     link.is_suspect = True
                 else:
-                    link.set_clocks(counter.source, counter.copy, copied)
+                    link.owner, link.clocks = copied, (counter.source, counter.copy)
 
     def attach(self) -> None:
         """Let the module keep this record alive: for replicas that no set will keep."""
         self.module.__dict__["_samestep_replica"] = self
         self.snapshot.take()
 
-    def relink(self, source: Tensor) -> None:
-        """Drop the copy of ``source``; the next update makes a new one."""
-        link = self.links.pop(id(source), None)
-        if link is not None:
-            self._by_copy.pop(id(link.copy), None)
+    def relink(self, sources: Sequence[Tensor]) -> None:
+        """Drop the copies of ``sources``; the next update makes new ones."""
+        for source in sources:
+            link = self.links.pop(id(source), None)
+            if link is not None:
+                self._by_copy.pop(id(link.copy), None)
+        with torch.inference_mode(False), torch.no_grad():
+            self._lay_out(sources)
+
+    def find_neighbours(self, sources: Iterable[Tensor]) -> list[Tensor]:
+        """The tensors whose copies share memory with those of ``sources``."""
+        links = [self.links[id(source)] for source in sources if id(source) in self.links]
+        flats = {link.flat for link in links} - {None}
+        return [link.source for link in self.copies if link.flat in flats] if flats else []
+
+    def _lay_out(self, sources: Iterable[Tensor]) -> None:
+        """Copy those of ``sources`` together that will be copied because the device is another."""
+        far = [
+            source
+            for source in sources
+            if not (self._share and source.device == self.slot.device)
+            and id(source) not in self._written
+            and id(source) not in self.rows
+        ]
+        self._places = lay_out(far, self.slot.device)
 
     def _link(self, source: Tensor, path: str) -> Tensor:
         found = self.links.get(id(source))
@@ -318,26 +368,34 @@ class Replica:
             return found.copy
         if is_lazy(source):
             raise LazyError(f"{path.lstrip('.')!r} has no shape yet")
-        is_suspect, rows = id(source) in self._written, self.rows.get(id(source))
+        return self._add_link(source, path, *self._judge(source))
+
+    def _judge(self, source: Tensor) -> tuple[bool, bool, bool]:
+        """Whether the copy of a tensor is an alias, is private, is suspect; see :class:`Link`."""
+        is_suspect = id(source) in self._written
         is_parameter = isinstance(source, nn.Parameter) or source.requires_grad
         if not is_parameter and _get_storage(source) in self._storages:
             # A parameter's memory under another name (``weight.data``): it changes with the
             # parameter, and no version tells.
             is_parameter, is_suspect = True, not self._share or source.device != self.slot.device
-        is_private = is_suspect or rows is not None or not is_parameter
+        is_private = is_suspect or id(source) in self.rows or not is_parameter
         is_alias = self._share and not is_private and source.device == self.slot.device
-        with torch.inference_mode(False), torch.no_grad():
-            data = source.detach()
+        return is_alias, is_private, is_suspect
+
+    def _add_link(
+        self, source: Tensor, path: str, is_alias: bool, is_private: bool, is_suspect: bool
+    ) -> Tensor:
+        rows = self.rows.get(id(source))
+        flat, data = self._places.pop(id(source), (None, source))
+        if flat is None:
             if rows is not None:
                 data = data.narrow(*rows)
-            if not is_alias:
-                data = copy_to(data, self.slot.device)
-            copy = as_leaf(data, source)
-        tags = self.target(getattr(source, "__dict__", None))
+            data = data.detach() if is_alias else copy_to(data.detach(), self.slot.device)
+        copy = as_leaf(data, source)
+        tags = self.target(source.__dict__) if self._targets else None
         if tags is not None:
             copy.__dict__ = tags  # a parameter that was linked before keeps what hangs on it
-        link = Link(source, copy, path, is_alias, is_private, is_suspect, rows=rows)
-        link.mark_equal()
+        link = Link(source, copy, path, is_alias, is_private, is_suspect, rows=rows, flat=flat)
         self.links[id(source)] = self._by_copy[id(copy)] = link
         return copy
 

@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from samestep.devices import Slot
-from samestep.links import Carried, Rows, Stamps, copy_all, num_bytes, write
+from samestep.links import Carried, Rows, Stamps
+from samestep.pattern import Pattern
 from samestep.replica import BringHome, Replica
 from samestep.snapshot import Snapshot
 
@@ -119,8 +119,8 @@ class ReplicaSet:
         """Forget what forwards left in the replicas: at the next refresh they equal the source."""
         for replica in self._replicas.values():
             cells = replica.follower.cells
-            self.mark_dirty([cells[index][0] for index in replica.snapshot.changed()])
-            self.mark_moved([link.source for link in replica.aliases if link.was_written])
+            self.mark_dirty([cells[index] for index in replica.snapshot.changed()])
+            self.mark_moved([link.source for link in replica.aliases if link.is_parted])
 
     def make_private(self, tensors: Sequence[Tensor]) -> None:
         """Forwards write these tensors: let each replica have a copy of its own from now on."""
@@ -162,12 +162,10 @@ class ReplicaSet:
                 self._cut_anew(slot, plans.get(slot.index, {}))
         if self._snapshot is not None and not (self._follow() and self._follow_tensors()):
             self.clear()
-        replicas = []
-        for slot in slots:
-            replica = self._replicas.get(slot.index)
-            if replica is None:
-                replica = self._build(source, slot, plans.get(slot.index, {}))
-            replicas.append(replica)
+        missing = [slot for slot in slots if slot.index not in self._replicas]
+        if missing:
+            self._build(source, missing, plans)
+        replicas = [self._replicas[slot.index] for slot in slots]
         if not self._listed:
             self._list_tensors()
         for replica in replicas:
@@ -184,14 +182,14 @@ class ReplicaSet:
             record.calls.clear()
         if not replica.snapshot.is_current():
             cells = replica.follower.cells
-            replica.update([cells[index][0] for index in replica.snapshot.changed()])
+            replica.update([cells[index] for index in replica.snapshot.changed()])
             self._prepare(replica)
             replica.index()
             replica.snapshot.take()
             self._steady = None
-        if not replica.is_at_rest():
+        if not replica.held.is_at_rest():
             self._renew(replica, force=False)
-            replica.rest()
+            replica.held.rest()
 
     # -- Following the module tree -----------------------------------------------------------
 
@@ -201,27 +199,43 @@ class ReplicaSet:
         if replica is None or replica.rows == rows:
             return
         ids = {key for key in {*rows, *replica.rows} if rows.get(key) != replica.rows.get(key)}
-        for link in [link for key, link in replica.links.items() if key in ids]:
-            replica.relink(link.source)
         replica.rows = rows
-        self.mark_dirty([cell for cell, _ in replica.follower.cells if _holds(cell, ids)])
+        replica.relink([link.source for key, link in replica.links.items() if key in ids])
+        self.mark_dirty([cell for cell in replica.follower.cells if _holds(cell, ids)])
 
-    def _build(self, source: nn.Module, slot: Slot, rows: Mapping[int, Rows]) -> Replica:
-        replica = Replica(
-            source, slot, share=self._share, written=self._written, rows=rows, lock=self.lock
-        )
-        self._prepare(replica)
-        replica.snapshot.take()
-        self._replicas[slot.index] = replica
-        self._counts[0] += 1
-        if self._snapshot is None:
-            self._snapshot = Snapshot([cell for cell, _ in replica.follower.cells])
-            self._untracked = Snapshot(replica.follower.untracked)
-            self._modules = [module for module, _ in replica.follower.modules]
-            self._types = list(map(type, self._modules))
+    def _build(
+        self,
+        source: nn.Module,
+        slots: Sequence[Slot],
+        plans: Mapping[int, Mapping[int, Rows]],
+    ) -> None:
+        model: Replica | None = None
+        pattern: Pattern | None = None
+        for slot in slots:
+            replica = Replica(
+                source,
+                slot,
+                share=self._share,
+                written=self._written,
+                rows=plans.get(slot.index, {}),
+                lock=self.lock,
+                model=model,
+                pattern=pattern,
+            )
+            self._prepare(replica)
+            replica.settle()
+            self._replicas[slot.index] = replica
+            if model is None and len(slots) > 1:
+                model, pattern = replica, replica.follower.pattern()
+        self._counts[0] += len(slots)
         self._steady = None
         self._listed = False
-        return replica
+        if self._snapshot is None:
+            follower = self._replicas[slots[0].index].follower
+            self._snapshot = Snapshot(follower.cells)
+            self._untracked = Snapshot(follower.untracked)
+            self._modules = [module for module, _ in follower.modules]
+            self._types = list(map(type, self._modules))
 
     def _follow(self) -> bool:
         """Bring all replicas up to date; False if that needs new ones."""
@@ -242,16 +256,16 @@ class ReplicaSet:
         for replica in self._replicas.values():
             if not replica.snapshot.is_current():  # a backward wrote it: that stays in the replica
                 written = replica.snapshot.changed()
-                self.mark_dirty([replica.follower.cells[index][0] for index in written])
+                self.mark_dirty([replica.follower.cells[index] for index in written])
         if self._snapshot.is_current() and not self._dirty:
             followers = [replica.follower for replica in self._replicas.values()]
-            cells = [pair[0] for pair in followers[0].cells] + followers[0].untracked
-            self._steady = Snapshot(cells + [pair[1] for f in followers for pair in f.cells])
+            cells = followers[0].cells + followers[0].untracked
+            self._steady = Snapshot(cells + [target for f in followers for target in f.targets])
             return True
         changed = dict(self._dirty)
         first = next(iter(self._replicas.values())).follower
         for index in self._snapshot.changed():
-            cell, before = first.cells[index][0], self._snapshot.content(index)
+            cell, before = first.cells[index], self._snapshot.content(index)
             new = [value for value in _values(cell) if not _contains(_values(before), value)]
             if not all(_is_known(r, value) for r in self._replicas.values() for value in new):
                 return False
@@ -311,29 +325,20 @@ class ReplicaSet:
     def _relink(self, moved: list[Tensor]) -> None:
         assert self._snapshot is not None
         follower = next(iter(self._replicas.values())).follower
-        ids = {id(tensor) for tensor in moved}
-        holding = [cell for cell, _ in follower.cells if _holds(cell, ids)]
+        tensors = {id(tensor): tensor for tensor in moved}
         for replica in self._replicas.values():
-            for tensor in moved:
-                replica.relink(tensor)
+            tensors |= {id(tensor): tensor for tensor in replica.find_neighbours(moved)}
+        holding = [cell for cell in follower.cells if _holds(cell, tensors.keys())]
+        for replica in self._replicas.values():
+            replica.relink(list(tensors.values()))
         self._update(holding)
 
     def _renew(self, replica: Replica, force: bool) -> None:
         """Copy what is held as a copy and is out of date: in the source, or written by a
         forward."""
-        stale = [link for link in replica.copies if force or link.is_stale()]
-        if not stale:
-            return
-        plain = [link for link in stale if not link.is_unversioned]
-        if plain:
-            with torch.no_grad():
-                copy_all([link.copy.detach() for link in plain], [link.view() for link in plain])
-        for link in stale:
-            if link.is_unversioned:
-                write(link.copy, link.view(), keep_version=True)
-            link.mark_equal()
-        self._counts[2] += len(stale)
-        self._counts[3] += sum(num_bytes(link.copy) for link in stale)
+        num_tensors, num_bytes = replica.held.renew(force=force)
+        self._counts[2] += num_tensors
+        self._counts[3] += num_bytes
 
 
 # ---------------------------------------------------------------------------
@@ -356,11 +361,11 @@ def _is_known(replica: Replica, value: Any) -> bool:
     return replica.follower.is_known(value)
 
 
-def _holds(cell: Any, ids: set[int]) -> bool:
+def _holds(cell: Any, ids: Container[int]) -> bool:
     return any(_is_in(value, ids) for value in _values(cell))
 
 
-def _is_in(value: Any, ids: set[int]) -> bool:
+def _is_in(value: Any, ids: Container[int]) -> bool:
     if isinstance(value, weakref.ref):
         return id(value()) in ids
     return id(value) in ids or (type(value) is tuple and any(_is_in(v, ids) for v in value))

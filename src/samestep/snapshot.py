@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Iterable
+from itertools import chain, filterfalse
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Cell", "Snapshot", "fill", "key_text", "refill", "set_entry", "show_path"]
+__all__ = ["Cell", "Snapshot", "iter_items", "key_text", "refill", "set_entry", "show_path"]
 
 Cell = Any
 
@@ -29,18 +29,19 @@ class Snapshot:
     """
 
     def __init__(self, cells: list[Cell]) -> None:
-        self._cells = cells
+        self._cells = [*cells]
         self.take()
 
     def take(self) -> None:
         """Remember what the cells hold now."""
-        full = [cell for cell in self._cells if cell]
-        self._empty = [cell for cell in self._cells if not cell]
+        full = list(filter(None, self._cells))
+        self._empty = list(filterfalse(None, self._cells))
         self._dicts = [cell for cell in full if isinstance(cell, dict)]
         self._others = [cell for cell in full if not isinstance(cell, dict)]
         # Views are live: they show what a dictionary holds whenever they are read.
-        self._key_views = [_base(cell).keys(cell) for cell in self._dicts]
-        self._value_views = [_base(cell).values(cell) for cell in self._dicts]
+        bases = [dict if type(cell) is dict else _base(cell) for cell in self._dicts]
+        self._key_views = [base.keys(cell) for base, cell in zip(bases, self._dicts, strict=True)]
+        self._value_views = [b.values(cell) for b, cell in zip(bases, self._dicts, strict=True)]
         self._keys = list(chain.from_iterable(self._key_views))
         self._values = list(chain.from_iterable(self._value_views))
         self._has_texts = {str}.issuperset(map(type, self._keys))
@@ -100,21 +101,21 @@ class Snapshot:
         return contents
 
 
-def fill(target: Cell, source: Cell, copy: Callable[[Any, str], Any]) -> None:
-    """Replace what ``target`` holds by copies of what ``source`` holds; the types agree."""
-    if isinstance(source, dict):
-        entries = [
-            (copy(k, f"[{k!r}]"), copy(v, key_text(k))) for k, v in _base(source).items(source)
-        ]
-        _base(target).clear(target)
-        for key, value in entries:
-            set_entry(target, key, value)
-    else:
-        refill(target, [copy(value, f"[{i}]") for i, value in enumerate(source)])
+def iter_items(cell: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """The entries of a dictionary, past any method of the user's class."""
+    return _base(cell).items(cell)
 
 
 def refill(cell: Cell, values: Iterable[Any]) -> None:
-    """Replace what a list, set or deque holds."""
+    """Replace what a cell holds; ``values`` are pairs where it is a dictionary."""
+    if isinstance(cell, dict):
+        _base(cell).clear(cell)
+        if type(cell) in (dict, OrderedDict):
+            cell.update(values)
+        else:
+            for key, value in values:
+                set_entry(cell, key, value)
+        return
     cell.clear()
     cell.update(values) if isinstance(cell, set) else cell.extend(values)
 
