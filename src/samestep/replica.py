@@ -254,11 +254,14 @@ class Replica:
         self._required = list(map(_needs_gradient, self._trained_tensors))
 
     def find_written(self) -> list[Link]:
-        """Links whose copy the forward wrote, or gave other memory (``parameter.data = ...``)."""
-        written = [link for link in self.copies if link.was_written]
-        if get_addresses(self._alias_tensors) != self._addresses:
-            written += [link for link in self.aliases if link.was_written]
-        return written
+        """Links whose copy the forward wrote, or gave other memory."""
+        return [link for link in self.copies if link.was_written] + self.find_moved()
+
+    def find_moved(self) -> list[Link]:
+        """Aliases that the forward gave other memory (``parameter.data = ...``)."""
+        if get_addresses(self._alias_tensors) == self._addresses:
+            return []
+        return [link for link in self.aliases if link.was_written]
 
     def find_raced(self) -> list[Link]:
         """Aliases that the forward wrote in place: memory that all shards share."""

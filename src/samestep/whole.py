@@ -125,7 +125,10 @@ class WholeBatches:
                 output = self._watch(number, batch, rows)
             else:
                 replica = self._replicas[place]
-                with self._passing(plan):
+                if self._habits.is_compiled:
+                    with self._passing(plan):
+                        output = self._run(replica, number, batch, rows)
+                else:
                     output = self._run_watched(replica, number, batch, rows)
                 self._set.restore(replica)
         except BaseException as error:
@@ -138,8 +141,6 @@ class WholeBatches:
 
     def _passing(self, plan: SplitPlan | None) -> contextlib.AbstractContextManager[None]:
         """Let torch.compile, which is not thread-safe, be alone with a batch of new shapes."""
-        if not self._habits.is_compiled:
-            return contextlib.nullcontext()
         return self._gate.passing(alone=self._habits.must_take_turns((plan, False)))
 
     def _watch(self, number: int, batch: Any, rows: int | None) -> Any:
@@ -187,7 +188,7 @@ class WholeBatches:
 
     def _run_watched(self, replica: Replica, number: int, batch: Any, rows: int | None) -> Any:
         """See [Note: late draws]."""
-        if self._drawing != "watch" or self._habits.is_compiled:
+        if self._drawing != "watch":
             return self._run(replica, number, batch, rows)
         kept = _Kept(batch, with_values=self._writes_input)
         before = read_default()
@@ -232,16 +233,18 @@ class WholeBatches:
         rows: int | None,
         late: Stream | None = None,
     ) -> Any:
-        device, count = replica.slot.device, rows or 0
+        device, size = replica.slot.device, rows or 0
         # One shard of one: wrappers inside see that they run in parallel already.
-        shard = Shard(0, 1, 0, count, count, device)
+        shard = Shard(0, 1, 0, size, size, device)
         forward = partial(self._forward, replica, batch)
         if late is None:
             job = Job(shard, forward, Stream(self._draws, number), self._drawing)
         else:
             job = Job(shard, forward, late, "intercept")
-        num_threads = self.num_threads if device.type == "cpu" else None
-        with use_num_threads(num_threads, keep=not self.context.is_own_thread):
+        count = self.num_threads if device.type == "cpu" else None
+        if count is None or count == torch.get_num_threads():
+            return self.context.run(job, device)
+        with use_num_threads(count, keep=not self.context.is_own_thread):
             return self.context.run(job, device)
 
     def _forward(self, replica: Replica, batch: Any) -> Any:
@@ -284,10 +287,12 @@ class _Kept:
     def __init__(self, batch: Any, *, with_values: bool) -> None:
         self._tensors = find_tensors(batch)
         self._versions = [None if t.is_inference() else t._version for t in self._tensors]
-        self._copies = [
-            tensor.detach().clone() if with_values or version is None else None
-            for tensor, version in zip(self._tensors, self._versions, strict=True)
-        ]
+        self._copies: list[Tensor | None] = [None] * len(self._tensors)
+        if with_values or None in self._versions:
+            self._copies = [
+                tensor.detach().clone() if with_values or version is None else None
+                for tensor, version in zip(self._tensors, self._versions, strict=True)
+            ]
 
     def has_changed(self) -> bool:
         """Whether a tensor was written, as far as is known."""
