@@ -28,6 +28,7 @@ slot ran what. So each replica is brought back to the source module after each b
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -115,9 +116,19 @@ class WholeBatches:
         devices = [slot.device for slot in self.slots]
         return [run[0] for run in plan_runs(devices, self._runtime.threads.num_workers)]
 
-    def run(self, ahead: Lookahead[Any], number: int, batch: Any, place: int) -> None:
-        """Run a batch on a slot's replica and put the outcome where it is waited for."""
+    def run_here(self, ahead: Lookahead[Any], number: int, batch: Any) -> None:
+        """The same in the caller's thread, where Ctrl-C may strike."""
         guard, stream = ThreadGuard(), current_stream()
+        if not self.run(ahead, number, batch, 0):
+            guard.restore()
+            set_current_stream(stream)
+
+    def run(self, ahead: Lookahead[Any], number: int, batch: Any, place: int) -> bool:
+        """Run a batch on a slot's replica and put the outcome where it is waited for.
+
+        Returns:
+            Whether it has an output; if not, its error is the outcome.
+        """
         plan = _count(batch, self.dim)
         rows = None if plan is None else plan.num_rows
         try:
@@ -132,12 +143,11 @@ class WholeBatches:
                     output = self._run_watched(replica, number, batch, rows)
                 self._set.restore(replica)
         except BaseException as error:
-            guard.restore()
-            set_current_stream(stream)
             _note(error, number, rows, self.slots[place])
             ahead.put(number, error=error)
-        else:
-            ahead.put(number, [output, rows])
+            return False
+        ahead.put(number, [output, rows])
+        return True
 
     def _passing(self, plan: SplitPlan | None) -> contextlib.AbstractContextManager[None]:
         """Let torch.compile, which is not thread-safe, be alone with a batch of new shapes."""
@@ -233,9 +243,8 @@ class WholeBatches:
         rows: int | None,
         late: Stream | None = None,
     ) -> Any:
-        device, size = replica.slot.device, rows or 0
-        # One shard of one: wrappers inside see that they run in parallel already.
-        shard = Shard(0, 1, 0, size, size, device)
+        device = replica.slot.device
+        shard = _make_shard(rows or 0, device)
         forward = partial(self._forward, replica, batch)
         if late is None:
             job = Job(shard, forward, Stream(self._draws, number), self._drawing)
@@ -350,6 +359,12 @@ class _Gate:
                 self._num_inside -= 1
                 self._is_closed = False
                 self._changed.notify_all()
+
+
+@functools.lru_cache(maxsize=64)
+def _make_shard(rows: int, device: torch.device) -> Shard:
+    """One shard of one: wrappers inside see that they run in parallel already."""
+    return Shard(0, 1, 0, rows, rows, device)
 
 
 def _count(batch: Any, dim: int) -> SplitPlan | None:
