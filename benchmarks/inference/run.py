@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from _harness import Findings, Processes, compare, describe_machine, ratio
+from _harness import Findings, Processes, compare, describe_machine, differences, ratio
 
 from samestep import DataParallel, map_batches, tune_cpu
 from samestep.devices import count_cores
+from samestep.timing import NUM_DROPPED
 
 SLOWER = 4  # how many times the work of the others a slow slot does
 
@@ -115,6 +116,25 @@ def run_slots(model, batches, slow=0):
         assert output is not None
 
 
+class Clocked:
+    """A step whose processor time is noted beside the time that it takes.
+
+    Other work on the machine takes cores away, and with them the times of all variants; what a
+    batch costs the processor it changes little.
+    """
+
+    def __init__(self, step):
+        self.step, self.processor_ms = step, []
+
+    def time_block(self, seconds):
+        count, start, busy = 0, time.perf_counter(), time.process_time()
+        while count == 0 or time.perf_counter() - start < seconds:
+            self.step()
+            count += 1
+        self.processor_ms.append((time.process_time() - busy) / count * 1e3)
+        return (time.perf_counter() - start) / count * 1e3
+
+
 def measure(name, options):
     cores = count_cores()
     net, batches = make(name, options.batches)
@@ -122,13 +142,16 @@ def measure(name, options):
     nets = [copy.deepcopy(net) for _ in range(cores)]
     with Processes(make_process, name, options.batches, options.tuned, count=cores) as processes:
         variants = {
-            "plain": lambda: run_plainly(net, batches),
+            "plain": Clocked(lambda: run_plainly(net, batches)),
             "processes": processes,
-            "threads": lambda: run_threads(nets, batches),
-            "slots": lambda: run_slots(model, batches),
+            "threads": Clocked(lambda: run_threads(nets, batches)),
+            "slots": Clocked(lambda: run_slots(model, batches)),
             "one slow": lambda: run_slots(model, batches, slow=1),
         }
-        return compare(variants, num_blocks=options.blocks), cores
+        samples = compare(variants, num_blocks=options.blocks)
+    for variant in ("plain", "threads", "slots"):
+        samples[f"{variant}, processor"] = variants[variant].processor_ms[NUM_DROPPED:]
+    return samples, cores
 
 
 def main():
@@ -156,6 +179,10 @@ def main():
             goal = ">= 0.97" if candidate in targets and ms >= 1 else None
             what = f"{name}, {candidate}: of the sum"
             findings.add(what, value, target=targets.get(candidate), goal=goal)
+        for candidate in ("threads", "slots"):
+            added = differences(samples, f"{candidate}, processor", "plain, processor")
+            value = [us / options.batches for us in added]
+            findings.add(f"{name}, {candidate}: processor time added to a batch", value, unit="us")
         for rival in ("processes", "threads"):
             print(f"  slots are {ratio(samples, 'slots', rival)} times as fast as {rival}")
         findings.save(Path(__file__).parent, options.save)
