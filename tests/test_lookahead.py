@@ -102,3 +102,35 @@ def test_stopping_wakes_those_who_wait():
     for thread in waiting:
         thread.join(10)
     assert got == [None] * 3
+
+
+class Stopping:
+    """Stops the iteration in the middle of what is done to it, as the garbage collector may."""
+
+    def __init__(self, ahead):
+        self.ahead = ahead
+
+    def __len__(self):
+        self.ahead.stop()
+        return 10
+
+    def __bool__(self):
+        self.ahead.stop()
+        return False
+
+
+@pytest.mark.parametrize("name", ["pull", "put"])
+def test_an_iteration_may_be_stopped_in_the_middle_of_its_own_work(name):
+    ahead = make(limit=2)
+    ahead.pull()
+    got = []
+
+    def work():
+        got.append(ahead.pull() if name == "pull" else ahead.put(0))
+
+    ahead._order = Stopping(ahead)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert got == [None]
+    assert ahead._is_over

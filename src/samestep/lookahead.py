@@ -43,7 +43,9 @@ class Lookahead(Generic[T]):
         self._limit = limit
         self._ordered = ordered
         self._pulling = threading.Lock()  # held by the one worker that pulls, or waits for room
-        self._lock = threading.Lock()  # held while anything below is read or written
+        # Held while anything below is read or written. Reentrant: the garbage collector may close
+        # an iteration, and so call stop(), in a worker that is in the middle of put().
+        self._lock = threading.RLock()
         self._order: deque[int] = deque()  # numbers that are out, in the order of the items
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._last = -1
@@ -111,7 +113,9 @@ class Lookahead(Generic[T]):
     def _may_go_on(self) -> bool:
         """Whether there is room for one more item, or nothing to wait for."""
         with self._lock:
-            self._room.is_awaited = not self._is_over and len(self._order) >= self._limit
+            self._room.is_awaited = True  # before looking, see the lock
+            if self._is_over or len(self._order) < self._limit:
+                self._room.is_awaited = False
             return not self._room.is_awaited
 
     def _announce(self, number: int) -> None:
@@ -122,9 +126,10 @@ class Lookahead(Generic[T]):
     def _find(self) -> tuple[int | None, Any, BaseException | None] | None:
         """The result that is due, taken out; without a number if none will come; else None."""
         with self._lock:
-            self._due.is_awaited = not self._can_take()
-            if self._due.is_awaited:
+            self._due.is_awaited = True
+            if not self._can_take():
                 return None
+            self._due.is_awaited = False
             if not self._order:
                 return None, None, None
             number = self._order[0] if self._ordered else next(iter(self._results))
