@@ -11,10 +11,10 @@ name=${1:?a name for this run, such as run1}
 python=${PYTHON:-python}
 if [ "${2:-}" = quick ]; then
   bounds="--blocks 5 --seconds 1"; training="$bounds --models mlp lenet lstm"
-  ranks="$bounds --models mlp --ranks 2"; inference="--blocks 4 --batches 10"; share=4
+  ranks="$bounds --models mlp --ranks 2"; inference="--blocks 4 --batches 60"; share=4
 else
   bounds="--blocks 40 --seconds 6"; training="--blocks 40 --seconds 12"
-  ranks="$bounds --ranks 2 4"; inference="--blocks 8 --batches 100"; share=1
+  ranks="$bounds --ranks 2 4"; inference="--blocks 8 --batches 200"; share=1
 fi
 # The script's own threads do not spin on the cores of the others; each step sets how many it uses.
 export OMP_WAIT_POLICY=passive

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import samestep
-from samestep import DataParallel
+from samestep import DataParallel, map_batches
 from samestep.devices import Slot
 from samestep.engine import ThreadEngine
 from samestep.replicas import ReplicaSet
@@ -41,26 +41,32 @@ class Calls:
             self.names[frame.f_code.co_qualname] += 1
 
 
-def count_calls(model, step):
-    """The calls of one step, after a few that teach the wrapper all it wants to know."""
-    # Workers of its own: only threads that are started from now on are watched.
-    workers = WorkerPool()
-    model._samestep_runtime.threads = ThreadEngine(1, num_workers=2, workers=workers)
-    calls = Calls()
+@contextlib.contextmanager
+def watched():
+    """Calls that are counted, and workers of whose threads they are: only threads that are started
+    from now on are watched."""
+    workers, calls = WorkerPool(), Calls()
     before, before_in_threads = sys.getprofile(), threading.getprofile()
     threading.setprofile(calls)
     sys.setprofile(calls)
     try:
-        for _ in range(5):
-            step()
-        calls.is_on = True
-        step()
+        yield calls, workers
     finally:
         calls.is_on = False
         sys.setprofile(before)
         threading.setprofile(before_in_threads)
         for worker in workers._lease(workers.stats().num_idle):
             worker.stop()
+
+
+def count_calls(model, step):
+    """The calls of one step, after a few that teach the wrapper all it wants to know."""
+    with watched() as (calls, workers):
+        model._samestep_runtime.threads = ThreadEngine(1, num_workers=2, workers=workers)
+        for _ in range(5):
+            step()
+        calls.is_on = True
+        step()
     return calls.names
 
 
@@ -250,3 +256,38 @@ def test_a_forward_that_runs_again_notes_no_statistics_again():
     names = count_calls(model, training(model))
     assert names["record"] == 4  # two shards, twice
     assert names["_factor"] == 2
+
+
+def count_inference(model, num_batches, monkeypatch):
+    """The calls of one iteration over so many batches, by a wrapper that knows its model."""
+    batches = [torch.randn(8, 4)] * num_batches
+    with watched() as (calls, workers):
+        monkeypatch.setattr("samestep.infer.pool", workers)
+        for _ in range(2):
+            list(map_batches(model, batches[:4]))
+        calls.is_on = True
+        list(map_batches(model, batches))
+    return calls.names
+
+
+def test_a_batch_of_inference_takes_few_calls(monkeypatch):
+    model = DataParallel(make_mlp().eval(), replicas=2)
+    added = count_inference(model, 60, monkeypatch)
+    added.subtract(count_inference(model, 10, monkeypatch))
+    waiting = ("Lookahead.", "_Bell.")  # how often who waits for whom is a matter of timing
+    fixed = {name: round(n / 50) for name, n in added.items() if not name.startswith(waiting)}
+    assert sum(fixed.values()) <= 41, fixed
+    assert {name for name, count in fixed.items() if count > 1} <= {
+        "read_default",  # before and after a batch
+        "_read",
+        "CallerContext.run",  # the loader's code, and the model's
+        "CallerContext._run",
+    }
+
+
+def test_an_iteration_compares_each_replica_as_a_whole_not_cell_by_cell(monkeypatch):
+    model = DataParallel(make_deep().eval(), replicas=2)
+    names = count_inference(model, 4, monkeypatch)
+    assert names["Snapshot.is_current"]
+    assert not names["Snapshot.changed"]
+    assert names.total() <= 420, names.most_common(20)

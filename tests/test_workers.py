@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 from interrupts import interrupting
@@ -48,6 +49,17 @@ def test_run_returns_when_every_job_has_ended(pool):
 
     pool.run(nothing, [slow, slow, slow])
     assert ended == [1, 1, 1]
+
+
+def test_only_the_job_that_ends_last_wakes_the_caller(pool):
+    running = pool.lease(3)
+    running.send([partial(time.sleep, 0.02 * k) for k in range(3)])
+    deadline = time.monotonic() + 10
+    while running._wake.empty() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(running._finished) == 3
+    assert running._wake.qsize() == 1
+    running.wait()
 
 
 def test_workers_are_used_again(pool):

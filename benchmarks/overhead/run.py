@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import nn
@@ -80,17 +82,44 @@ def measure_looking(options, findings):
     findings.add(what, per_module, target=4, goal="<= 1", unit="us")
 
 
+class Bare:
+    """One thread and two queues: two wake-ups, and nothing else that could be left out."""
+
+    def __init__(self):
+        self.inbox, self.wake = SimpleQueue(), SimpleQueue()
+        threading.Thread(target=self.loop, daemon=True).start()
+
+    def loop(self):
+        while (job := self.inbox.get()) is not None:
+            job()
+            self.wake.put(None)
+
+    def run(self, mine, other):
+        self.inbox.put(other)
+        mine()
+        self.wake.get()
+
+
 def measure_handing_over(options, findings):
     rows = torch.ones(8, 4)
     model = DataParallel(Nothing(), replicas=2)
     engine = ThreadEngine(1, num_workers=2)
     jobs = [lambda: None] * 2
+    bare = Bare()
     with torch.no_grad():
-        variants = {"call": lambda: model(rows), "jobs": lambda: engine.share_work(jobs)}
+        variants = {
+            "call": lambda: model(rows),
+            "jobs": lambda: engine.share_work(jobs),
+            "bare": lambda: bare.run(*jobs),
+        }
         samples = compare(variants, num_blocks=options.blocks, max_seconds=options.seconds)
     findings.samples["handing over"] = samples
     value = single(samples, "jobs", 1e3)
     findings.add("two empty jobs, handed over", value, target=7, goal="<= 60", unit="us")
+    value = single(samples, "bare", 1e3)
+    findings.add("two empty jobs, one thread and two bare queues", value, unit="us")
+    findings.add("what ours adds to that", differences(samples, "jobs", "bare"), unit="us")
+    bare.inbox.put(None)
     value = single(samples, "call", 1e3)
     findings.add("a whole call of an empty forward, K=2", value, unit="us")
 

@@ -166,7 +166,7 @@ def _iterate(
         ahead = Lookahead(mine, limit=limit, ordered=ordered)
         # What is yielded is popped: a frame that waits must not keep an output alive.
         while inference.is_alone and (pair := ahead.pull()) is not None:
-            inference.run(ahead, *pair, 0)
+            inference.run_here(ahead, *pair)
             del pair
             if (taken := ahead.take()) is not None:
                 meter.add(taken[1].pop())

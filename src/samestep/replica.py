@@ -280,11 +280,14 @@ class Replica:
         self._required = list(map(_needs_gradient, self._trained_tensors))
 
     def find_written(self) -> list[Link]:
-        """Links whose copy the forward wrote, or gave other memory (``parameter.data = ...``)."""
-        written = self.held.find_written() if self.copies else []
-        if get_addresses(self._alias_tensors) != self._addresses:
-            written += [link for link in self.aliases if link.is_parted]
-        return written
+        """Links whose copy the forward wrote, or gave other memory."""
+        return (self.held.find_written() if self.copies else []) + self.find_moved()
+
+    def find_moved(self) -> list[Link]:
+        """Aliases that the forward gave other memory (``parameter.data = ...``)."""
+        if get_addresses(self._alias_tensors) == self._addresses:
+            return []
+        return [link for link in self.aliases if link.is_parted]
 
     def find_raced(self) -> list[Link]:
         """Aliases that the forward wrote in place: memory that all shards share."""

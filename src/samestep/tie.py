@@ -249,6 +249,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def find_tensors(tree: Any) -> list[Tensor]:
     """Return every tensor of a tree."""
+    if type(tree) is Tensor:
+        return [tree]
     if type(tree) is tuple and {Tensor}.issuperset(map(type, tree)):
         return list(tree)
     found: list[Tensor] = []

@@ -28,6 +28,7 @@ slot ran what. So each replica is brought back to the source module after each b
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -115,9 +116,19 @@ class WholeBatches:
         devices = [slot.device for slot in self.slots]
         return [run[0] for run in plan_runs(devices, self._runtime.threads.num_workers)]
 
-    def run(self, ahead: Lookahead[Any], number: int, batch: Any, place: int) -> None:
-        """Run a batch on a slot's replica and put the outcome where it is waited for."""
+    def run_here(self, ahead: Lookahead[Any], number: int, batch: Any) -> None:
+        """The same in the caller's thread, where Ctrl-C may strike."""
         guard, stream = ThreadGuard(), current_stream()
+        if not self.run(ahead, number, batch, 0):
+            guard.restore()
+            set_current_stream(stream)
+
+    def run(self, ahead: Lookahead[Any], number: int, batch: Any, place: int) -> bool:
+        """Run a batch on a slot's replica and put the outcome where it is waited for.
+
+        Returns:
+            Whether it has an output; if not, its error is the outcome.
+        """
         plan = _count(batch, self.dim)
         rows = None if plan is None else plan.num_rows
         try:
@@ -125,21 +136,21 @@ class WholeBatches:
                 output = self._watch(number, batch, rows)
             else:
                 replica = self._replicas[place]
-                with self._passing(plan):
+                if self._habits.is_compiled:
+                    with self._passing(plan):
+                        output = self._run(replica, number, batch, rows)
+                else:
                     output = self._run_watched(replica, number, batch, rows)
                 self._set.restore(replica)
         except BaseException as error:
-            guard.restore()
-            set_current_stream(stream)
             _note(error, number, rows, self.slots[place])
             ahead.put(number, error=error)
-        else:
-            ahead.put(number, [output, rows])
+            return False
+        ahead.put(number, [output, rows])
+        return True
 
     def _passing(self, plan: SplitPlan | None) -> contextlib.AbstractContextManager[None]:
         """Let torch.compile, which is not thread-safe, be alone with a batch of new shapes."""
-        if not self._habits.is_compiled:
-            return contextlib.nullcontext()
         return self._gate.passing(alone=self._habits.must_take_turns((plan, False)))
 
     def _watch(self, number: int, batch: Any, rows: int | None) -> Any:
@@ -187,7 +198,7 @@ class WholeBatches:
 
     def _run_watched(self, replica: Replica, number: int, batch: Any, rows: int | None) -> Any:
         """See [Note: late draws]."""
-        if self._drawing != "watch" or self._habits.is_compiled:
+        if self._drawing != "watch":
             return self._run(replica, number, batch, rows)
         kept = _Kept(batch, with_values=self._writes_input)
         before = read_default()
@@ -232,16 +243,17 @@ class WholeBatches:
         rows: int | None,
         late: Stream | None = None,
     ) -> Any:
-        device, count = replica.slot.device, rows or 0
-        # One shard of one: wrappers inside see that they run in parallel already.
-        shard = Shard(0, 1, 0, count, count, device)
+        device = replica.slot.device
+        shard = _make_shard(rows or 0, device)
         forward = partial(self._forward, replica, batch)
         if late is None:
             job = Job(shard, forward, Stream(self._draws, number), self._drawing)
         else:
             job = Job(shard, forward, late, "intercept")
-        num_threads = self.num_threads if device.type == "cpu" else None
-        with use_num_threads(num_threads, keep=not self.context.is_own_thread):
+        count = self.num_threads if device.type == "cpu" else None
+        if count is None or count == torch.get_num_threads():
+            return self.context.run(job, device)
+        with use_num_threads(count, keep=not self.context.is_own_thread):
             return self.context.run(job, device)
 
     def _forward(self, replica: Replica, batch: Any) -> Any:
@@ -284,10 +296,12 @@ class _Kept:
     def __init__(self, batch: Any, *, with_values: bool) -> None:
         self._tensors = find_tensors(batch)
         self._versions = [None if t.is_inference() else t._version for t in self._tensors]
-        self._copies = [
-            tensor.detach().clone() if with_values or version is None else None
-            for tensor, version in zip(self._tensors, self._versions, strict=True)
-        ]
+        self._copies: list[Tensor | None] = [None] * len(self._tensors)
+        if with_values or None in self._versions:
+            self._copies = [
+                tensor.detach().clone() if with_values or version is None else None
+                for tensor, version in zip(self._tensors, self._versions, strict=True)
+            ]
 
     def has_changed(self) -> bool:
         """Whether a tensor was written, as far as is known."""
@@ -345,6 +359,12 @@ class _Gate:
                 self._num_inside -= 1
                 self._is_closed = False
                 self._changed.notify_all()
+
+
+@functools.lru_cache(maxsize=64)
+def _make_shard(rows: int, device: torch.device) -> Shard:
+    """One shard of one: wrappers inside see that they run in parallel already."""
+    return Shard(0, 1, 0, rows, rows, device)
 
 
 def _count(batch: Any, dim: int) -> SplitPlan | None:

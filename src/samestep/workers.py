@@ -25,9 +25,9 @@ from queue import SimpleQueue
 __all__ = ["PoolStats", "Running", "WorkerPool", "pool"]
 
 Job = Callable[[], None]
-# What lies in a worker's inbox: the job, the list that counts those that ended, and a queue to wake
-# the caller by.
-_Order = tuple[Job, list[None], SimpleQueue[None]]
+# What lies in a worker's inbox: the job, the list that counts those that ended, how many there are,
+# and a queue to wake the caller by, which the last one does.
+_Order = tuple[Job, list[None], int, SimpleQueue[None]]
 _put = SimpleQueue.put
 
 
@@ -56,14 +56,15 @@ class _Worker:
             order = self.inbox.get()
             if order is None:
                 return
-            job, finished, wake = order
+            job, finished, count, wake = order
             try:
                 job()
             finally:
                 # Dropped before the caller wakes: a waiting thread would keep activations alive.
                 del job, order
                 finished.append(None)
-                wake.put(None)
+                if len(finished) >= count:
+                    wake.put(None)
                 del finished, wake
 
 
@@ -86,7 +87,8 @@ class Running:
         """Hand each worker its job."""
         # Ctrl-C strikes between two bytecodes; this one call hands out all jobs or none.
         inboxes = [worker.inbox for worker in self._workers]
-        orders = [(job, self._finished, self._wake) for job in jobs]
+        count = len(self._sent) + len(jobs)
+        orders = [(job, self._finished, count, self._wake) for job in jobs]
         self._sent.extend(map(_put, inboxes, orders))
 
     def wait(self, interrupt: KeyboardInterrupt | None = None) -> None:
