@@ -213,7 +213,10 @@ class Runtime:
         )
         eager = self._eager(call, method)
         # Before the forwards, which may write what is compared.
-        mirrored = None if spread.is_alone else self.mirror.note(spread, module, (args, kwargs))
+        mirrored = None
+        if not spread.is_alone:
+            version = self.replicas.version
+            mirrored = self.mirror.note(spread, module, (args, kwargs), version)
         # One device would not cut such a batch: its one shard draws as the plain module would.
         is_plain = call.plan.num_shards == 1
         if is_plain:
