@@ -105,7 +105,10 @@ class Wires:
             waiting.register(descriptor, select.POLLIN)
         deadline = time.monotonic() + self._timeout
         while len(found) <= len(self._sockets):
-            ready = waiting.poll(max(deadline - time.monotonic(), 0) * 1e3)
+            spun = time.monotonic() + _SPIN
+            while not (ready := waiting.poll(0)) and time.monotonic() < spun:
+                os.sched_yield()
+            ready = ready or waiting.poll(max(deadline - time.monotonic(), 0) * 1e3)
             if not ready:
                 raise TimeoutError("no message came")
             # Sockets first: a rank may have ended after it said what it had to say.
@@ -184,4 +187,7 @@ class Wires:
 _HEAD = struct.Struct("<Q?")  # the number of the message, and whether it lies in memory
 _PEER = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 _LONGEST = 1 << 14  # bytes of a message that goes through the socket itself
+# Seconds in which a rank looks again and again before it sleeps: where all have a core, to sleep
+# and be woken takes longer than the others need. Meanwhile whoever can run is let run.
+_SPIN = 0.0002
 _PATIENCE = 5.0  # seconds in which a rank that has reached out, or is reached, is there
