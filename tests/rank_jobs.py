@@ -895,6 +895,19 @@ def interrupted(group):
     return seconds
 
 
+def children_end(group):
+    """A forked child of rank 1 takes its copy of everything down; rank 1 itself goes on."""
+    comm = find_comm(group)
+    comm.exchange("all are here", None)
+    if comm.rank == 1:
+        child = os.fork()
+        if child == 0:
+            comm._wires.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    return comm.exchange("go on", comm.rank)
+
+
 def orphan(group):
     """Rank 1 dies, but a child that it forked has its sockets; what the others see, and when."""
     comm = find_comm(group)

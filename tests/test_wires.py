@@ -74,6 +74,12 @@ def test_large_gradients_are_those_of_one_process_and_stay(ranks, count, batch, 
     assert found == [expected] * count
 
 
+@pytest.mark.spmd
+@pytest.mark.slow
+def test_a_child_that_ends_does_not_end_the_line_of_its_parent(ranks):
+    assert ranks.ask(2, "children_end") == [[0, 1]] * 2
+
+
 def test_a_process_that_is_no_rank_is_not_let_in(monkeypatch):
     monkeypatch.setattr(wires, "_PATIENCE", 0.2)
     line = Wires(0, 1.0)

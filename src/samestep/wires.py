@@ -55,6 +55,7 @@ class Wires:
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank = rank
         self._timeout = timeout
+        self._process = os.getpid()
         self._number = 0
         self._sockets: dict[int, socket.socket] = {}
         self._rank_of: dict[int, int] = {}  # by the descriptor of its socket, or of its process
@@ -69,23 +70,30 @@ class Wires:
     def place(self) -> Place:
         """Where the other ranks find this one."""
         name = self._listener.getsockname()
-        return Place(name if isinstance(name, bytes) else name.encode(), os.getpid())
+        return Place(name if isinstance(name, bytes) else name.encode(), self._process)
 
     def connect(self, places: Sequence[Place]) -> None:
         """Reach out to the ranks below this one. Raises OSError if one cannot be reached."""
         for rank, place in enumerate(places[: self._rank]):
             found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            found.settimeout(_PATIENCE)
-            found.connect(place.name)
-            self._keep(found, {place.process: rank})
+            try:
+                found.settimeout(_PATIENCE)
+                found.connect(place.name)
+                self._keep(found, {place.process: rank})
+            except OSError:
+                found.close()
+                raise
 
     def accept(self, places: Sequence[Place]) -> None:
         """Let in the ranks above this one, which have reached out. Raises OSError if one is not
         there."""
         above = {place.process: rank for rank, place in enumerate(places) if rank > self._rank}
         while len(self._sockets) < len(places) - 1:
-            with contextlib.suppress(ConnectionRefusedError):  # a stranger's
-                self._keep(self._listener.accept()[0], above)
+            found, _ = self._listener.accept()
+            try:
+                self._keep(found, above)
+            except ConnectionRefusedError:  # a stranger's
+                found.close()
         self._listener.close()
 
     def swap(self, data: bytes) -> list[bytes]:
@@ -94,9 +102,10 @@ class Wires:
         Raises:
             OSError: a rank has ended or let go of the line, or says nothing for too long.
         """
-        self._number += 1
         is_long = len(data) > _LONGEST
-        packet = _HEAD.pack(self._number, is_long) + (self._put_aside(data) if is_long else data)
+        body = self._put_aside(data) if is_long else data
+        self._number += 1
+        packet = _HEAD.pack(self._number, is_long) + body
         for one in self._sockets.values():
             one.send(packet)  # has room: each rank lags behind by one message at most
         found = {self._rank: data}
@@ -126,8 +135,11 @@ class Wires:
     def close(self) -> None:
         """Let go of the line: each rank that waits for this one, or will, is told so."""
         for one in self._sockets.values():
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # a forked child may have it open, too
+            # A forked child has it open, too: then closing it tells nobody; nor may the child tell
+            # the others that this rank has let go.
+            if os.getpid() == self._process:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
             one.close()
         for descriptor in self._processes:
             os.close(descriptor)
@@ -143,7 +155,6 @@ class Wires:
         credentials = found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         process, _, _ = _PEER.unpack(credentials)
         if process not in expected:
-            found.close()
             raise ConnectionRefusedError(f"process {process} is no rank")
         rank = expected[process]
         found.setblocking(False)
