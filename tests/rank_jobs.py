@@ -780,6 +780,19 @@ def odd_one_out(group, what):
         net[1].train(not is_odd)
         for _ in range(2):
             model(torch.ones(8, 4))
+    if what in ("later mode", "later requires_grad", "later parameter"):
+        # After the calls in which everything is compared.
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+        model = samestep.DataParallel(net, **options)
+        for step in range(6):
+            if step == 4 and is_odd:
+                if what == "later mode":
+                    net[1].eval()
+                elif what == "later requires_grad":
+                    net[0].bias.requires_grad_(False)
+                else:
+                    net[0].bias = nn.Parameter(net[0].bias.detach() + 1e-3)
+            model(torch.ones(8, 4)).sum().backward()
     if what == "attribute":
         net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5 if is_odd else 0.1))
         samestep.DataParallel(net, **options)(torch.ones(8, 4))
