@@ -5,6 +5,7 @@ import copy
 import hashlib
 import os
 import random
+import signal
 import time
 import warnings
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep
+from samestep import wires
 from samestep.devices import owner_of_slot
 from samestep.plan import plan_sizes
 from samestep.rendezvous import find_comm
@@ -778,6 +780,19 @@ def odd_one_out(group, what):
         net[1].train(not is_odd)
         for _ in range(2):
             model(torch.ones(8, 4))
+    if what in ("later mode", "later requires_grad", "later parameter"):
+        # After the calls in which everything is compared.
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+        model = samestep.DataParallel(net, **options)
+        for step in range(6):
+            if step == 4 and is_odd:
+                if what == "later mode":
+                    net[1].eval()
+                elif what == "later requires_grad":
+                    net[0].bias.requires_grad_(False)
+                else:
+                    net[0].bias = nn.Parameter(net[0].bias.detach() + 1e-3)
+            model(torch.ones(8, 4)).sum().backward()
     if what == "attribute":
         net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5 if is_odd else 0.1))
         samestep.DataParallel(net, **options)(torch.ones(8, 4))
@@ -845,3 +860,113 @@ def start_apart(group):
     assert net[0].weight is kept
     drawn = [torch.rand(2), random.random(), float(numpy.random.rand())]
     return digest(net.state_dict()), digest(drawn)
+
+
+def speak(group, sizes):
+    """Messages of several lengths; which line they took, and whether all came."""
+    comm = find_comm(group)
+    for number, size in enumerate(sizes):
+        own = os.urandom(size - 1) + bytes([comm.rank])
+        told = comm.exchange(f"message {number}", own)
+        assert told[comm.rank] == own
+        assert [(len(one), one[-1]) for one in told] == [(size, r) for r in range(comm.num_ranks)]
+    return type(comm._wires).__name__
+
+
+def speak_without_sockets(group):
+    """As where rank 1 may not reach the others' sockets."""
+    connect = wires.Wires.connect
+    if os.environ["IS_ODD"] == "1" and torch.distributed.get_rank(group) == 1:
+        wires.Wires.connect = stay_out
+    try:
+        return speak(group, [10, 100_000])
+    finally:
+        wires.Wires.connect = connect
+
+
+def stay_out(*_):
+    raise ConnectionRefusedError("not here")
+
+
+def interrupted(group):
+    """Rank 1 gets Ctrl-C while it waits for rank 0; how long it waited, and what came after."""
+    comm = find_comm(group)
+    seconds = 0.0
+    if comm.rank == 1:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        start = time.monotonic()
+        with contextlib.suppress(KeyboardInterrupt):
+            comm.exchange("waiting", "never heard")
+        seconds = time.monotonic() - start
+        signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(1.0)
+        assert comm.exchange("waiting", comm.rank)[1] == "never heard"
+    found = [comm.exchange(f"after {n}", (n, comm.rank)) for n in range(3)]
+    assert found == [[(n, r) for r in range(comm.num_ranks)] for n in range(3)]
+    return seconds
+
+
+def children_end(group):
+    """A forked child of rank 1 takes its copy of everything down; rank 1 itself goes on."""
+    comm = find_comm(group)
+    comm.exchange("all are here", None)
+    if comm.rank == 1:
+        child = os.fork()
+        if child == 0:
+            comm._wires.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    return comm.exchange("go on", comm.rank)
+
+
+def orphan(group):
+    """Rank 1 dies, but a child that it forked has its sockets; what the others see, and when."""
+    comm = find_comm(group)
+    comm.exchange("all are here", None)
+    if comm.rank == 1:
+        if os.fork() == 0:
+            kept = {one.fileno() for one in comm._wires._sockets.values()}
+            for descriptor in set(range(3, 256)) - kept:  # the test's own pipe among them
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            time.sleep(8)
+        os._exit(9)
+    start = time.monotonic()
+    try:
+        comm.exchange("waiting", None)
+    except samestep.RankError as error:
+        return time.monotonic() - start, str(error)
+    return None
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x.double()
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+def large_gradients(group=None, *, batch="global", steps=4):
+    """Gradients of some megabytes: added by slices. One of them is kept, one accumulates."""
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Linear(4, 700), nn.Linear(700, 1200), Double(), nn.Linear(1200, 3).double()
+    )
+    net.append(Square())
+    options = {} if group is None else {"process_group": group, "batch": batch}
+    model = samestep.DataParallel(net, replicas=5, **options)
+    x = torch.randn(steps, 11, 4)
+    rows = slice(None) if batch == "global" else own_rows(group, 11, 5)
+    kept, found = [], []
+    for step in range(steps):
+        model(x[step, rows]).backward()
+        kept.append(net[1].weight.grad)
+        found.append(digest(net[1].weight.grad))
+        net[1].zero_grad()
+    assert found == [digest(one) for one in kept]  # nobody wrote over what is still in use
+    return digest(kept, [p.grad for p in net.parameters()])

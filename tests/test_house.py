@@ -14,9 +14,13 @@ MAX_LINES = 450
 # From the ground up. A module may import our own modules only from layers before its own, so two of
 # one layer know nothing of each other.
 LAYERS = [
-    ("ground", "errors adapters devices holders intercept segments snapshot progress trace tune"),
+    (
+        "ground",
+        "errors adapters devices holders intercept segments lending snapshot progress trace tune",
+    ),
     ("what a container is, and how it is copied again", "tree pattern reach"),
     ("what cutting and joining share", "rows dims"),
+    ("bytes from rank to rank", "gloo wires"),
     (
         "one idea each",
         "plan join reduce rng context workers lookahead comm follow graphs links timing wrapper "

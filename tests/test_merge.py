@@ -539,3 +539,9 @@ def test_a_default_dict_output_keeps_its_factory():
     merged = merge([defaultdict(list, a=ones(2)), defaultdict(list, a=ones(1))], (2, 1))
     assert merged["new"] == []
     assert shapes(merged["a"]) == [3]
+
+
+def test_rows_of_one_shard_only_are_not_copied():
+    rows, none = torch.randn(4, 3), torch.randn(0, 3)
+    assert merge([none, rows, none], [0, 4, 0]) is rows
+    assert merge([none, none], [0, 0]).shape == (0, 3)

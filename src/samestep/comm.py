@@ -13,10 +13,11 @@ Guarantees:
 Must not: know what the values mean.
 
 [Note: two parts of a message]
-Small things (the values, and what describes the rest) are pickled and go through gloo, which also
-is the barrier: it returns when every rank has come. The bulk, bytes of tensors, goes through shared
-memory (:mod:`samestep.segments`) if all ranks are on one machine: written before the small part is
-sent, read after it has come. Otherwise each rank sends each other rank just what it will read.
+Small things (the values, and what describes the rest) are pickled and go from each rank to each
+other, which also is the barrier: a message is complete when every rank has come. On one machine
+they go through sockets (:mod:`samestep.wires`), and the bulk, bytes of tensors, through shared
+memory (:mod:`samestep.segments`): written before the small part is sent, read after it has come.
+Otherwise both go through gloo (:mod:`samestep.gloo`), of the bulk just what each rank will read.
 """
 
 from __future__ import annotations
@@ -29,21 +30,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from samestep.errors import RankError
+from samestep.gloo import Gloo, Wants
+from samestep.lending import Lender
 from samestep.segments import Address, Layout, Segments, is_supported, read_layout
+from samestep.wires import Wires
 
 __all__ = ["ALONE", "ENV_TIMEOUT", "Bulk", "Comm", "Failure", "Message", "Wants"]
 
 ENV_TIMEOUT = "SAMESTEP_TIMEOUT"
-
-# Which bytes of a writer's bulk a reader reads: (reader, writer) -> [(start, stop), ...]. Every
-# rank must find the same answers, from what the small part told them.
-Wants = Callable[[int, int], list[tuple[int, int]]]
 
 
 class Failure(NamedTuple):
@@ -99,18 +99,19 @@ class Comm:
         self.num_ranks = num_ranks
         self.timeout = timeout
         self.num_messages = 0
+        self.sums = Lender()  # memory for what is computed from what all ranks said
         self.numbers = itertools.count()  # for what is made on this line: the same in every rank
-        self._group = group
+        self._gloo = None if group is None else Gloo(group, rank, num_ranks)
+        self._wires: Wires | None = None
         self._store = store
         self._lock = threading.RLock()
         self._dead: str | None = None
         self._segments: Segments | None = None
         # Two, in turn: one is still read while the next message's is written.
         self._plain = [torch.empty(0, dtype=_BYTE), torch.empty(0, dtype=_BYTE)]
-        self._own = torch.empty(_INLINE, dtype=torch.uint8)
-        self._all = torch.empty(num_ranks * _INLINE, dtype=torch.uint8)
         if num_ranks > 1 and self._are_neighbours(shared and is_supported()):
             self._segments = Segments()
+            self._wires = self._lay_wires()
 
     @property
     def is_shared(self) -> bool:
@@ -228,7 +229,9 @@ class Comm:
     def close(self) -> None:
         """Let go of shared memory; the line is dead from now on."""
         self._dead = self._dead or "the process group was taken down"
-        self._group = None
+        self._gloo = None
+        if self._wires is not None:
+            self._wires.close()
         if self._segments is not None:
             self._segments.close()
 
@@ -237,13 +240,17 @@ class Comm:
     def _meet(self, kind: str, value: Any, num_bytes: int, follow: bool = False) -> list[Message]:
         if self.num_ranks == 1:
             return [Message(kind, value, num_bytes, False)]
-        said = pickle.dumps((kind, value, num_bytes, follow), protocol=pickle.HIGHEST_PROTOCOL)
+        own_message = Message(kind, value, num_bytes, follow)
+        said = pickle.dumps(tuple(own_message), protocol=pickle.HIGHEST_PROTOCOL)
         with self._lock:
             while True:
                 if self._dead is not None:
                     raise RankError(self._dead)
                 self.num_messages += 1
-                messages = [Message(*pickle.loads(s)) for s in self._send_small(said, kind)]
+                messages = [
+                    own_message if rank == self.rank else Message(*pickle.loads(told))
+                    for rank, told in enumerate(self._swap(said, kind))
+                ]
                 if isinstance(value, Failure):
                     return messages  # wherever the others are: they know now
                 _check_failures(messages)
@@ -254,59 +261,26 @@ class Comm:
                 if not follow or len(kinds) > 1:
                     raise RankError(_describe_places(messages))
 
-    def _send_small(self, data: bytes, kind: str) -> list[bytes]:
-        """All-gather of pickled values: one round, or two where one of them is long."""
-        found = self._round(self._own, self._all, data, kind)
-        sizes = [_read_size(part) for part in found]
-        longest = max(sizes)
-        if longest + _SIZE > _INLINE:
-            own = torch.empty(_SIZE + longest, dtype=torch.uint8)
-            found = self._round(own, own.new_empty(self.num_ranks * own.numel()), data, kind)
-        return [
-            part[_SIZE : _SIZE + size].numpy().tobytes()
-            for part, size in zip(found, sizes, strict=True)
-        ]
-
-    def _round(self, own: Tensor, everyone: Tensor, data: bytes, kind: str) -> Sequence[Tensor]:
-        own[:_SIZE] = torch.frombuffer(bytearray(len(data).to_bytes(_SIZE, "little")), dtype=_BYTE)
-        fits = data[: own.numel() - _SIZE]
-        own[_SIZE : _SIZE + len(fits)] = torch.frombuffer(bytearray(fits), dtype=_BYTE)
+    def _swap(self, said: bytes, kind: str) -> list[bytes]:
+        line = self._wires or self._gloo
         start = time.monotonic()
         try:
-            self._group._allgather_base(everyone, own).wait()
-        except RuntimeError as error:
+            assert line is not None
+            return line.swap(said)
+        except (RuntimeError, OSError) as error:
             self._give_up(kind, time.monotonic() - start, error)
-        return everyone.chunk(self.num_ranks)
 
     def _send_bytes(self, own: Tensor, wants: Wants) -> list[list[Tensor]]:
-        """Each rank sends each other what that one reads."""
-        sends: list[Any] = []
-        received: list[list[Tensor]] = []
         start = time.monotonic()
         try:
-            for other in range(self.num_ranks):
-                ranges = wants(self.rank, other)
-                if other == self.rank:
-                    received.append([own[first:last] for first, last in ranges])
-                    continue
-                found = [torch.empty(last - first, dtype=_BYTE) for first, last in ranges]
-                received.append(found)
-                for part in found:
-                    if part.numel():
-                        sends.append(self._group.recv([part], other, 0))
-                for first, last in wants(other, self.rank):
-                    if first < last:
-                        part = own[first:last]
-                        sends.append(self._group.send([part], other, 0))
-            for work in sends:
-                work.wait()
+            assert self._gloo is not None
+            return self._gloo.send_bytes(own, wants)
         except RuntimeError as error:
             self._give_up("bulk", time.monotonic() - start, error)
-        return received
 
     # -- When a rank does not answer ---------------------------------------------------------
 
-    def _give_up(self, kind: str, waited: float, error: BaseException) -> None:
+    def _give_up(self, kind: str, waited: float, error: BaseException) -> NoReturn:
         """Find out who is missing, and let the line be dead."""
         missing = self._find_missing(kind)
         names = _name_ranks(missing)
@@ -325,7 +299,9 @@ class Comm:
             fact = f"{names} ended or died; its own output has the reason"
         self._dead = f"rank {self.rank} was at {_show(kind)}, but {fact}"
         # Whoever still waits for this rank gets an error at once, not only after its time-out.
-        self._group = None
+        self._gloo = None
+        if self._wires is not None:
+            self._wires.close()
         raise RankError(self._dead) from error
 
     def _find_missing(self, kind: str) -> list[int]:
@@ -360,14 +336,30 @@ class Comm:
         finally:
             probe.close()
 
+    def _lay_wires(self) -> Wires | None:
+        """Sockets of the machine's own to all ranks; None where one of them cannot have them."""
+        wires = None
+        with contextlib.suppress(OSError):
+            wires = Wires(self.rank, self.timeout)
+        places = self.exchange("sockets", wires and wires.place)
+        can = wires is not None and None not in places
+        for find in (Wires.connect, Wires.accept):
+            if wires is not None and can:
+                try:
+                    find(wires, places)
+                except OSError:
+                    can = False
+            can = all(self.exchange("reached", can))
+        if wires is not None and not can:
+            wires.close()
+        return wires if can else None
+
 
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
 
 _BYTE = torch.uint8
-_SIZE = 8  # bytes of a length
-_INLINE = 4096  # bytes of the small part that go in one round
 _ALIGN = 64  # bytes: each tensor of a bulk begins at a multiple of this
 _PATIENCE = 2.0  # seconds in which ranks that lost another one tell each other so
 
@@ -384,10 +376,6 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
-
-
-def _read_size(part: Tensor) -> int:
-    return int.from_bytes(part[:_SIZE].numpy().tobytes(), "little")
 
 
 def _padded_size(tensor: Tensor) -> int:

@@ -101,7 +101,9 @@ def merge(
         if len(outputs) == 1:
             return move_tree(outputs[0], target)
         if whole is None and _are_plain(outputs, rows, dim, target):
-            return torch.cat(tuple(outputs), dim)
+            # Of a rank's own rows, those of all others' shards have none.
+            filled = [output for output, count in zip(outputs, rows, strict=True) if count]
+            return filled[0] if len(filled) == 1 else torch.cat(tuple(outputs), dim)
     counts = rows if weights is None else weights
     num_rows = sum(counts)
     shares = tuple(r / num_rows if num_rows else 1 / len(rows) for r in counts)

@@ -88,6 +88,9 @@ class Mirror:
         self._num_calls = 0
         self._forms: set[Any] = set()
         self._turn = 0  # which of the module's tensors is looked at next
+        self._version: Any = None
+        self._tensors: list[tuple[str, Tensor]] = []  # of the module as it was at that version
+        self._form: Sums = {}
 
     def compare(
         self,
@@ -123,9 +126,21 @@ class Mirror:
         }
         self.check(spread, spread.agree("first look", own))
 
-    def note(self, spread: Spread, module: nn.Module, batch: Any) -> dict[str, Sums]:
-        """A few entries of the batch, and a few tensors of the module: for :meth:`check`."""
-        tensors = list(module.named_parameters())
+    def note(
+        self, spread: Spread, module: nn.Module, batch: Any, version: Any = None
+    ) -> dict[str, Sums]:
+        """A few entries of the batch, and a few tensors of the module: for :meth:`check`.
+
+        Args:
+            spread, module, batch: as for :meth:`compare`.
+            version: another one whenever the module's tree or a tensor in it is another; None:
+                not known.
+        """
+        if version is None or version != self._version:
+            self._version = version
+            self._tensors = list(module.named_parameters())
+            self._form = _read_form(module)
+        tensors = self._tensors
         found: Sums = {}
         num_bytes = 0
         while len(found) < min(_NUM_IN_TURN, len(tensors)) and num_bytes < _BYTES_IN_TURN:
@@ -134,7 +149,7 @@ class Mirror:
             found[name] = _sum(tensor, None)
             num_bytes += tensor.numel() * tensor.element_size()
         return {
-            "form": _read_form(module),
+            "form": self._form,
             "module": found,
             "batch": {} if spread.is_local else _sum_batch(batch, self._num_calls),
         }

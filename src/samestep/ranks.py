@@ -1,7 +1,8 @@
 """How one call is spread over ranks: who has which shards, and how this rank's arguments are cut.
 
-What it holds: :func:`open_call`. Why: with the whole batch in every rank the plan of the call says
-it all; where each rank has its own rows, the ranks must first tell each other how many.
+What it holds: :func:`tell_rows` and :func:`open_call`. Why: with the whole batch in every rank the
+plan of the call says it all; where each rank has its own rows, the ranks must first tell each other
+how many.
 
 Guarantees: every rank finds the same plan. Rows that were cut by :func:`samestep.split_loader` give
 the very shards of the whole batch.
@@ -10,6 +11,7 @@ Must not: cut anything.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from functools import cached_property
@@ -25,7 +27,7 @@ from samestep.options import Options
 from samestep.plan import SplitPlan, join_single_rows, plan_sizes
 from samestep.spread import Spread
 
-__all__ = ["Call", "align_rows", "join_rows_within", "open_call"]
+__all__ = ["Call", "align_rows", "join_rows_within", "open_call", "tell_rows"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -43,6 +45,14 @@ class Call:
     cut: SplitPlan | None
     spread: Spread
     slots: tuple[Slot, ...]
+
+    def named(self, name: str) -> Call:
+        """The same call, under another name."""
+        call = copy.copy(self)  # with what it has found out already
+        what, number = _name_place(name, self.plan)
+        spread = dataclasses.replace(self.spread, place=what, number=number)
+        object.__setattr__(call, "spread", spread)
+        return call
 
     @cached_property
     def shards(self) -> list[Shard]:
@@ -75,7 +85,35 @@ class Call:
         return tuple(size if k in self.spread.mine else 0 for k, size in enumerate(self.rows))
 
 
-def open_call(comm: Comm, options: Options, plan: SplitPlan, name: str) -> Call:
+def tell_rows(
+    comm: Comm, options: Options, plan: SplitPlan, name: str
+) -> tuple[int | None, ...] | None:
+    """How many rows each rank has; None where all have the whole batch.
+
+    Args:
+        comm, options, plan, name: as for :func:`open_call`.
+
+    Raises:
+        SplitError: with ``batch="local"``, arguments without rows.
+    """
+    if options.batch == "global" or comm.num_ranks == 1:
+        return None
+    counts = comm.exchange(f"rows of {name}", plan.num_rows)
+    if plan.num_rows is None:
+        raise SplitError(
+            "nothing in the arguments counts rows, and with batch='local' each rank passes its own "
+            "rows; pass a batch, or use batch='global'"
+        )
+    return tuple(counts)
+
+
+def open_call(
+    comm: Comm,
+    options: Options,
+    plan: SplitPlan,
+    name: str,
+    counts: tuple[int | None, ...] | None,
+) -> Call:
     """Find out how a call is spread.
 
     Args:
@@ -83,18 +121,13 @@ def open_call(comm: Comm, options: Options, plan: SplitPlan, name: str) -> Call:
         options: the wrapper's.
         plan: how this rank's arguments are cut, over all slots or (``batch="local"``) its own.
         name: of the call, with its number: ``Net (wrapper 0)#7``.
+        counts: from :func:`tell_rows`.
 
     Raises:
-        SplitError: with ``batch="local"``, arguments without rows.
+        SplitError: no rank has a row.
     """
-    if options.batch == "global" or comm.num_ranks == 1:
+    if counts is None:
         return _make_call(comm, options, plan, plan, name)
-    counts = comm.exchange(f"rows of {name}", plan.num_rows)
-    if plan.num_rows is None:
-        raise SplitError(
-            "nothing in the arguments counts rows, and with batch='local' each rank passes its own "
-            "rows; pass a batch, or use batch='global'"
-        )
     num_slots, total = len(options.slots), sum(count or 0 for count in counts)
     by_rank = [slots_of_rank(rank, num_slots, comm.num_ranks) for rank in range(comm.num_ranks)]
     sizes = dict(enumerate(plan_sizes(total, num_slots, options.split)))
@@ -172,18 +205,22 @@ def _make_call(
     num_slots = len(options.slots)
     slots = plan.slots or (0,)
     owners = [owner_of_slot(k, num_slots, comm.num_ranks) for k in slots]
-    what, _, number = name.partition("#")
-    if comm.num_ranks > 1:
-        what = f"{what} on {plan.num_rows} rows ({' '.join(map(str, plan.sizes))})"
+    what, number = _name_place(name, plan) if comm.num_ranks > 1 else ("", 0)
     sizes = plan.sizes or (0,)
     weight = 1.0
     if is_local and options.reduction == "mean":
         own_rows = sum(n for n, owner in zip(sizes, owners, strict=True) if owner == comm.rank)
         weight = own_rows / max(sum(sizes), 1)
-    spread = Spread(comm, owners, sizes, what, int(number or 0), weight, is_local, options.dim)
+    spread = Spread(comm, owners, sizes, what, number, weight, is_local, options.dim)
     if is_local and cut is not None:
         mine = spread.mine
         own = tuple(plan.sizes[k] for k in mine)
         cut = dataclasses.replace(cut, sizes=own, slots=tuple(plan.slots[k] for k in mine))
         cut = cut if own else None
     return Call(plan, cut, spread, tuple(options.slots[k] for k in slots))
+
+
+def _name_place(name: str, plan: SplitPlan) -> tuple[str, int]:
+    """A call in words, and its number."""
+    what, _, number = name.partition("#")
+    return f"{what} on {plan.num_rows} rows ({' '.join(map(str, plan.sizes))})", int(number)

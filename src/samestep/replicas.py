@@ -74,11 +74,18 @@ class ReplicaSet:
         self.carried: list[dict[int, Rows]] = []
         #: Counts up whenever a module was exchanged or train()/eval() was called.
         self.generation = 0
+        self._num_lists = 0
         self.clear()
 
     def stats(self) -> ReplicaStats:
         """What was done so far."""
         return ReplicaStats(*self._counts)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """After a refresh: another one if, since an earlier refresh, anything in the module's tree
+        or a tensor's memory or ``requires_grad`` was exchanged."""
+        return self.generation, self._num_lists
 
     def renew(self) -> None:
         """Start anew in a forked child: a call may have been half done, and the lock held."""
@@ -312,6 +319,7 @@ class ReplicaSet:
         first = next(iter(self._replicas.values()))
         self._stamps = Stamps([link.source for link in first.links.values()])
         self._listed = True
+        self._num_lists += 1
         followers = [replica.follower for replica in self._replicas.values()]
         self._scripted = [pair for follower in followers for pair in follower.scripted]
         self.has_generator = any(follower.has_generator for follower in followers)

@@ -47,7 +47,7 @@ from samestep.mirror import Mirror
 from samestep.norm import has_batch_norm, is_norm_refusal
 from samestep.options import Options
 from samestep.plan import SplitPlan
-from samestep.ranks import Call, align_rows, join_rows_within, open_call
+from samestep.ranks import Call, align_rows, join_rows_within, open_call, tell_rows
 from samestep.rendezvous import find_comm
 from samestep.replica import LazyError, home_device
 from samestep.replicas import ReplicaSet
@@ -98,7 +98,8 @@ class Runtime:
         self.refused: set[tuple[SplitPlan, bool]] = set()
         self.number: int | None = None
         self.num_calls = 0
-        self._calls: dict[int, Call] = {}  # by id of their plans; see _open
+        # By id of their plans, and the rows of all ranks; see _open.
+        self._calls: dict[tuple[int, Any], tuple[SplitPlan, Call]] = {}
         _runtimes.add(self)
         self.can_watch = all(slot.device.type == "cpu" for slot in options.slots)
 
@@ -166,17 +167,17 @@ class Runtime:
 
     def _open(self, module: nn.Module, method: str | None, args: Any, kwargs: Any) -> Call:
         plan = self.plan(module, method, args, kwargs)
-        if self.comm.num_ranks == 1 and not self.refused:
-            # Plans are kept by the shapes of the arguments, and so is what follows from them alone.
-            found = self._calls.get(id(plan))
-            if found is None or found.plan is not plan:
-                if len(self._calls) >= _NUM_CALLS:
-                    self._calls.clear()
-                found = self._calls[id(plan)] = open_call(self.comm, self.options, plan, "")
-            return found
-        name = self._name_call(module, method)
-        call = open_call(self.comm, self.options, plan, name)
-        if (call.plan, module.training) in self.refused:
+        name = "" if self.comm.num_ranks == 1 else self._name_call(module, method)
+        counts = tell_rows(self.comm, self.options, plan, name)
+        # Plans are kept by the shapes of the arguments, and so is what follows from them alone.
+        found = self._calls.get((id(plan), counts))
+        if found is None or found[0] is not plan:
+            if len(self._calls) >= _NUM_CALLS:
+                self._calls.clear()
+            call = open_call(self.comm, self.options, plan, name, counts)
+            found = self._calls[id(plan), counts] = plan, call
+        call = found[1].named(name) if name else found[1]
+        if self.refused and (call.plan, module.training) in self.refused:
             call = join_rows_within(call, self.comm, self.options, name) or call
         return call
 
@@ -213,7 +214,10 @@ class Runtime:
         )
         eager = self._eager(call, method)
         # Before the forwards, which may write what is compared.
-        mirrored = None if spread.is_alone else self.mirror.note(spread, module, (args, kwargs))
+        mirrored = None
+        if not spread.is_alone:
+            version = self.replicas.version
+            mirrored = self.mirror.note(spread, module, (args, kwargs), version)
         # One device would not cut such a batch: its one shard draws as the plain module would.
         is_plain = call.plan.num_shards == 1
         if is_plain:

@@ -34,9 +34,19 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
 
     @property
+    def num_entries(self) -> int:
+        """How many values there are."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """The size of the values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.num_entries * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether they lie in the order of the shape."""
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def view(self, memory: Tensor, start: int = 0) -> Tensor:
         """The tensor that lies in ``memory`` from ``start`` on."""
