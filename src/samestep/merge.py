@@ -12,6 +12,7 @@ are used; one shard's output, and what is the identical object in all shards, is
 Must not: know what a module is, or own the order of additions (the caller passes ``total``).
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -101,9 +102,9 @@ def merge(
         if len(outputs) == 1:
             return move_tree(outputs[0], target)
         if whole is None and _are_plain(outputs, rows, dim, target):
-            # Of a rank's own rows, those of all others' shards have none.
-            filled = [output for output, count in zip(outputs, rows, strict=True) if count]
-            return filled[0] if len(filled) == 1 else torch.cat(tuple(outputs), dim)
+            if sum(map(bool, rows)) == 1:  # of a rank's own rows all others' shards have none
+                return next(itertools.compress(outputs, rows))
+            return torch.cat(tuple(outputs), dim)
     counts = rows if weights is None else weights
     num_rows = sum(counts)
     shares = tuple(r / num_rows if num_rows else 1 / len(rows) for r in counts)

@@ -281,7 +281,10 @@ class Replica:
 
     def find_written(self) -> list[Link]:
         """Links whose copy the forward wrote, or gave other memory."""
-        return (self.held.find_written() if self.copies else []) + self.find_moved()
+        written = self.held.find_written() if self.copies else []
+        if get_addresses(self._alias_tensors) != self._addresses:
+            written += self.find_moved()
+        return written
 
     def find_moved(self) -> list[Link]:
         """Aliases that the forward gave other memory (``parameter.data = ...``)."""

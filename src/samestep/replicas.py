@@ -170,10 +170,12 @@ class ReplicaSet:
                 self._cut_anew(slot, plans.get(slot.index, {}))
         if self._snapshot is not None and not (self._follow() and self._follow_tensors()):
             self.clear()
-        missing = [slot for slot in slots if slot.index not in self._replicas]
-        if missing:
+        try:
+            replicas = [self._replicas[slot.index] for slot in slots]
+        except KeyError:
+            missing = [slot for slot in slots if slot.index not in self._replicas]
             self._build(source, missing, plans)
-        replicas = [self._replicas[slot.index] for slot in slots]
+            replicas = [self._replicas[slot.index] for slot in slots]
         if not self._listed:
             self._list_tensors()
         for replica in replicas:
