@@ -137,3 +137,18 @@ def test_a_file_stays_short(module):
 )
 def test_the_check_sees_every_form_of_an_upward_import(source, found):
     assert find_upward_imports("split", source) == found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_numpy_is_used_only_where_it_is_there(module):
+    # Tensor.numpy() raises without numpy, which torch does not need and we do not ask for.
+    source = (PACKAGE / f"{module}.py").read_text()
+    assert ".numpy()" not in source.replace("words.numpy()", "")  # of numpy's own generator
+    assert not find_numpy(ast.parse(source))
+
+
+def find_numpy(tree):
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return [name for name in names if name.partition(".")[0] == "numpy"]

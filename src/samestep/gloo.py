@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.segments import open_bytes
+
 __all__ = ["Gloo", "Wants"]
 
 # Which bytes of a writer's bulk a reader reads: (reader, writer) -> [(start, stop), ...]. Every
@@ -52,7 +54,7 @@ class Gloo:
             own = torch.empty(_SIZE + longest, dtype=torch.uint8)
             found = self._round(own, own.new_empty(self._num_ranks * own.numel()), data)
         return [
-            part[_SIZE : _SIZE + size].numpy().tobytes()
+            bytes(open_bytes(part[_SIZE : _SIZE + size]))
             for part, size in zip(found, sizes, strict=True)
         ]
 
@@ -96,4 +98,4 @@ _INLINE = 4096  # bytes of a value that goes in one round
 
 
 def _read_size(part: Tensor) -> int:
-    return int.from_bytes(part[:_SIZE].numpy().tobytes(), "little")
+    return int.from_bytes(open_bytes(part[:_SIZE]), "little")

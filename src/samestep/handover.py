@@ -20,6 +20,7 @@ import torch
 from samestep.comm import Comm, Failure
 from samestep.errors import RankError
 from samestep.sealed import DamagedError, find_candidates, read_sealed
+from samestep.segments import open_bytes
 
 __all__ = ["Found", "agree", "hand_out", "read_for_all", "wait_together"]
 
@@ -77,7 +78,7 @@ def hand_out(comm: Comm, found: Found) -> bytes:
         piece = bytearray(found.data[start : start + PIECE])
         tensors = [torch.frombuffer(piece, dtype=torch.uint8)] if comm.rank == 0 else []
         _, told = comm.gather("load bytes", None, tensors)
-        pieces.append(told[0][0].numpy().tobytes())
+        pieces.append(bytes(open_bytes(told[0][0])))
     return b"".join(pieces)
 
 

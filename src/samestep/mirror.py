@@ -27,6 +27,7 @@ from samestep.errors import RankError
 from samestep.parcel import pack, unpack
 from samestep.randomness import read_state, write_state
 from samestep.rows import is_array
+from samestep.segments import open_bytes
 from samestep.spread import Spread, pick_entries
 from samestep.tree import iter_leaves
 
@@ -250,4 +251,4 @@ def _sum(tensor: Tensor, turn: int | None) -> Any:
     if turn is not None and flat.numel() > _NUM_PICKED:
         flat = flat[pick_entries(flat.numel(), _NUM_PICKED, turn).to(flat.device)]
     flat = flat.cpu().contiguous()
-    return form if not flat.numel() else (*form, zlib.crc32(flat.view(torch.uint8).numpy().data))
+    return form if not flat.numel() else (*form, zlib.crc32(open_bytes(flat)))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from samestep.randomness import State, find_moved, read_state, write_state
+from samestep.segments import open_bytes
 
 __all__ = ["Tape", "check_position", "start_of_epoch"]
 
@@ -69,7 +70,7 @@ class Tape:
         """A number that depends on the generator that rules the epoch, without drawing from it."""
         state = read_state(self._generators[:1])
         ruling: Tensor = state["own 0"] if self._generators else state["torch"]
-        return zlib.crc32(ruling.numpy().tobytes())
+        return zlib.crc32(open_bytes(ruling))
 
     def open(self, make: Callable[[], _T]) -> _T:
         """Call what opens the epoch; when it is done again, the generators stay as they are."""

@@ -288,9 +288,8 @@ class Replica:
 
     def find_moved(self) -> list[Link]:
         """Aliases that the forward gave other memory (``parameter.data = ...``)."""
-        if get_addresses(self._alias_tensors) == self._addresses:
-            return []
-        return [link for link in self.aliases if link.is_parted]
+        is_same = get_addresses(self._alias_tensors) == self._addresses
+        return [] if is_same else [link for link in self.aliases if link.is_parted]
 
     def find_raced(self) -> list[Link]:
         """Aliases that the forward wrote in place: memory that all shards share."""

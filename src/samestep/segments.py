@@ -15,6 +15,7 @@ Linux permits among processes of one user. Where that cannot be done, :func:`is_
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Address", "Layout", "Segments", "is_supported", "read_layout"]
+__all__ = ["Address", "Layout", "Segments", "is_supported", "open_bytes", "read_layout"]
 
 
 class Layout(NamedTuple):
@@ -52,6 +53,17 @@ class Layout(NamedTuple):
         """The tensor that lies in ``memory`` from ``start`` on."""
         flat = memory[start : start + self.num_bytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
+
+
+def open_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, where they lie; for as long as the tensor lives.
+
+    Without numpy, which torch does not need and may not be there.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 def read_layout(tensor: Tensor) -> Layout:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-from samestep.segments import Address, Segments
+from samestep.segments import Address, Segments, open_bytes
 
 __all__ = ["Place", "Wires"]
 
@@ -182,13 +182,13 @@ class Wires:
 
     def _put_aside(self, data: bytes) -> bytes:
         address, memory = self._long.stage(len(data))
-        memory.numpy()[:] = memoryview(data)
+        open_bytes(memory)[: len(data)] = data
         return pickle.dumps((tuple(address), len(data)))
 
     def _fetch(self, rank: int, note: bytes) -> bytes:
         address, size = pickle.loads(note)
         memory: torch.Tensor = self._long.open(rank, Address(*address))
-        return memory[:size].numpy().tobytes()
+        return bytes(open_bytes(memory[:size]))
 
 
 # ---------------------------------------------------------------------------
