@@ -20,7 +20,7 @@ LAYERS = [
     (
         "one idea each",
         "plan join reduce rng context workers lookahead comm follow graphs links timing wrapper "
-        "randomness plain sealed",
+        "randomness plain sealed recording",
     ),
     ("how shards meet, how ranks do", "group rendezvous"),
     ("ideas made of these", "collectives split merge norm slices parcel position handover"),
@@ -38,6 +38,7 @@ LAYERS = [
     ("what shards returned, in the caller's graph", "tie"),
     ("what the ranks' shards returned and wrote", "sharing"),
     ("a shard's backward right after its forward", "eager"),
+    ("a shard's call, captured and replayed", "capture"),
     ("one call on all shards", "step"),
     ("the verbs, and what was asked for", "functional options regroup"),
     ("what several ranks add to a call", "ranks mirror rounds"),

@@ -42,8 +42,8 @@ SIGNATURES = {
     "DataParallel": (
         "module, device_ids=None, output_device=None, dim=0, *, replicas=None, split='chunk', "
         "in_dims=None, out_dims=None, reduction='mean', buffers='merge', sync_batch_norm=False, "
-        "recompute=False, eager_backward=False, threads_per_replica=1, workers=None, "
-        "batch='global', process_group=None"
+        "recompute=False, eager_backward=False, cuda_graphs=False, threads_per_replica=1, "
+        "workers=None, batch='global', process_group=None"
     ),
     "DataParallel.forward": "self, *args, **kwargs",
     "DataParallel.call": "self, method, *args, **kwargs",

@@ -107,6 +107,8 @@ class Replica:
         self._written = written
         self.rows = rows
         self._by_copy: dict[int, Link] = {}
+        #: Counts up whenever anything that it holds may have been exchanged.
+        self.age = 0
         # Made when they are asked for, and again when tensors changed.
         self._links_by_path: dict[str, Link] | None = None
         self._objects: dict[str, Any] | None = None
@@ -190,6 +192,7 @@ class Replica:
     def index(self) -> None:
         """Sort the links by what must be asked of them at every call. Again when tensors
         changed."""
+        self.age += 1
         self._set_clocks()
         self._links_by_path, self._objects = None, None
         self._has_hooks = any(

@@ -44,12 +44,16 @@ class ReplicaStats:
         num_updates: cells (dictionaries, lists) brought up to date.
         num_copied: tensors copied to bring replicas up to date (those of a build not counted).
         copied_bytes: their bytes.
+        num_replays: with ``cuda_graphs=True``, how many shards' forwards were replayed.
+        uncaptured: why some were not.
     """
 
     num_builds: int
     num_updates: int
     num_copied: int
     copied_bytes: int
+    num_replays: int = 0
+    uncaptured: tuple[str, ...] = ()
 
 
 class ReplicaSet:
@@ -78,7 +82,8 @@ class ReplicaSet:
 
     def stats(self) -> ReplicaStats:
         """What was done so far."""
-        return ReplicaStats(*self._counts)
+        builds, updates, copied, size = self._counts
+        return ReplicaStats(builds, updates, copied, size)
 
     def renew(self) -> None:
         """Start anew in a forked child: a call may have been half done, and the lock held."""

@@ -25,6 +25,7 @@ from torch import nn
 
 from samestep import rng, step
 from samestep.batches import Form
+from samestep.capture import Captures
 from samestep.changes import Changes
 from samestep.comm import Comm
 from samestep.context import current_shard, must_run_plainly, use_num_threads
@@ -88,6 +89,7 @@ class Runtime:
         self.comm = comm or find_comm()
         self.lock = threading.RLock()
         self._make_replicas()
+        self.captures = Captures()
         self.mirror = Mirror()
         self.serial: Engine = SerialEngine(options.threads_per_replica)
         self.threads: Engine = ThreadEngine(
@@ -183,7 +185,8 @@ class Runtime:
     def _is_plain(self, module: nn.Module, call: Call) -> bool:
         """Whether one call on the source module, where the batch is, does the same."""
         options = self.options
-        if call.spread.is_local or call.plan.num_shards > 1 or options.recompute:
+        is_cut = call.spread.is_local or call.plan.num_shards > 1
+        if is_cut or options.recompute or options.cuda_graphs:
             return False
         if torch.is_grad_enabled() and call.plan.sizes and len(options.slots) > 1:
             return False  # its backward, too, must have the threads of a slot
@@ -228,6 +231,7 @@ class Runtime:
                 recompute=options.recompute,
                 eager=eager,
                 carried=self._carried(call),
+                captures=self.captures if options.cuda_graphs else None,
                 note=lambda: (trial.look(), mirrored),
             )
             facts = [seen for seen, _ in notes]
