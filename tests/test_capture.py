@@ -2,7 +2,7 @@
 
 A stand-in records on the CPU: each "replay" runs the function that was recorded, on the static
 inputs, and writes the results into the same memory as the time before. What CUDA itself does is in
-tests/gpu/test_capture.py.
+tests/gpu/test_cuda_graphs.py.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """cuda_graphs=True on a CUDA device: the bits of the same wrapper without it, step by step.
 
-Not yet run by those who wrote it. ``pytest tests/gpu`` runs it; one device is enough for all but the
-test that says otherwise.
+Not yet run by those who wrote it. ``pytest tests/gpu`` runs it; one device is enough for all but
+the test that says otherwise.
 """
 
 import copy
@@ -179,12 +179,16 @@ class Fails(nn.Linear):
         return super().forward(x)
 
 
+def train(model, x):
+    for _ in range(6):
+        model(x).sum().backward()
+
+
 def test_after_a_capture_that_failed_torch_works_on():
     model = DataParallel(Fails(8, 8).cuda(), device_ids=[0], cuda_graphs=True)
     x = torch.ones(4, 8, device="cuda")
     with pytest.warns(UserWarning, match="not captured"):
-        for _ in range(6):
-            model(x).sum().backward()
+        train(model, x)
     assert model.stats().num_replays == 0
     torch.manual_seed(1)
     first = torch.rand(3, device="cuda")
