@@ -13,6 +13,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from samestep import DataParallel, capture, current_shard
@@ -31,6 +32,8 @@ class Recorder:
     def __call__(self, function, leaves, at, device):
         if self.error is not None:
             raise self.error
+        # A leaf's node that is older belongs to another stream, for which the backward would wait.
+        assert not any("old" in get_gradient_edge(leaf).node.metadata for leaf in leaves)
         made = []
         recording = Recording(lambda: None, [t.detach().clone() for t in function()], at)
 
@@ -57,6 +60,13 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     made = Recorder()
+
+    def note(output, leaves, gradient):
+        for leaf in leaves:
+            get_gradient_edge(leaf).node.metadata["old"] = True
+        return differentiate(output, leaves, gradient)
+
+    monkeypatch.setattr(capture, "differentiate", note)
     monkeypatch.setattr(capture, "record", made)
     return made
 
@@ -342,6 +352,15 @@ class Counts(nn.Module):
         return self.fc(x)
 
 
+class Embeds(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.table = nn.Embedding(4, 3, sparse=sparse).double()
+
+    def forward(self, x):
+        return self.table((x > 0).long())
+
+
 OWN = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
 
@@ -375,6 +394,8 @@ def hidden_parameter():
         (lambda: Scaled(lambda self, x: self.fc(x) * OWN), "no registered parameter"),
         (lambda: Scaled(lambda self, x: [self.fc(x), self.fc(x)]), "several that require"),
         (lambda: Scaled(lambda self, x: [self.fc(x), x]), "shares memory"),
+        (lambda: Embeds(sparse=True), "a gradient is sparse"),
+        (lambda: Embeds(sparse=False), None),
         (lambda: Scaled(lambda self, x: [self.fc(x), None, 1 + 1j, self.factor]), None),
         (lambda: Scaled(lambda self, x: [self.fc(x), self.fc(x).detach()]), None),
     ],
@@ -401,6 +422,8 @@ def test_what_is_not_pure_runs_as_before_and_one_warning_says_why(make, reason, 
 
 
 def _same(one, other):
+    if one is not None and one.is_sparse:
+        one, other = one.to_dense(), other.to_dense()
     return one is other or torch.equal(one, other)
 
 

@@ -344,8 +344,13 @@ def _capture(replica: Replica, tensors: list[Tensor], pair: Any) -> Captured:
         raise RecordingError("forward changes its input in place")
     if find_moved(random, _read_random()):
         raise RecordingError("forward or backward draws random numbers")
+    # Without its graph, which has the inputs' leaves in it, made on the caller's stream.
+    plainly = [t.detach() for t in expected]
+    output, expected = _exchange(output, expected, plainly), plainly
     places += parameters.values()
     used = [i for i, g in enumerate(gradients) if g is not None]
+    if any(gradients[i].layout != torch.strided for i in used):  # type: ignore[union-attr]  # used
+        raise RecordingError("a gradient is sparse")
     static = [*leaves, *fresh.values()]
     recording = record(function, [static[i] for i in used], at, device)
     recording.clear()  # a replay that does nothing must not pass for one that does
@@ -364,8 +369,11 @@ def _capture(replica: Replica, tensors: list[Tensor], pair: Any) -> Captured:
 
 def _check_module(replica: Replica) -> None:
     for link in replica.links.values():
-        if link.copy.device != replica.slot.device or link.rows is not None:
-            raise RecordingError("the module holds tensors elsewhere, or rows of the last batch")
+        copied = link.copy
+        if copied.device != replica.slot.device or copied.layout != torch.strided:
+            raise RecordingError(f"the module has a tensor of a special kind or on {copied.device}")
+        if link.rows is not None or copied.is_inference():
+            raise RecordingError("the module keeps rows of the last batch, or inference tensors")
     everywhere = [getattr(nn.modules.module, f"_global{name}", None) for name in _HOOKS]
     modules = list(replica.module.modules())
     if any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in modules):
