@@ -28,6 +28,7 @@ class Recorder:
         self.recordings = []
         self.spoil = lambda tensor: tensor
         self.error = None
+        self.is_idle = False
 
     def __call__(self, function, leaves, at, device):
         if self.error is not None:
@@ -38,6 +39,8 @@ class Recorder:
         recording = Recording(lambda: None, [t.detach().clone() for t in function()], at)
 
         def run():
+            if self.is_idle:
+                return
             with torch.set_grad_enabled(at is not None):
                 made[:] = function()
             for static, tensor in zip(recording.outputs, made, strict=True):
@@ -255,6 +258,18 @@ def test_gradients_of_inputs_and_of_a_part_of_the_parameters(recorder):
     assert replays(model) == 6
 
 
+def test_gradients_are_the_callers_own(recorder):
+    model = wrap(Scaled(), 1)
+    call(model, 4)
+    kept = []
+    for seed in range(3):
+        loss = model(batch(seed=seed)).square().sum()
+        kept.append(torch.autograd.grad(loss, list(model.parameters())))
+    static = {g.data_ptr() for made in recorder.recordings for g in made.gradients}
+    assert not static & {g.data_ptr() for row in kept for g in row}
+    assert not torch.equal(kept[0][0], kept[1][0])
+
+
 def test_gradients_of_several_calls_add_up_in_memory_of_their_own(recorder):
     model, plain = wrap(Scaled(), 1), DataParallel(Scaled(), replicas=1)
     plain.module.load_state_dict(model.module.state_dict())
@@ -311,6 +326,32 @@ def test_a_graph_that_is_kept_can_be_walked_twice_and_keeps_its_recording(record
     assert torch.equal(model.module.fc.weight.grad, once)
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
+
+
+def test_a_graph_that_was_freed_is_not_walked_again(recorder):
+    model = wrap(Scaled(), 1)
+    call(model, 4)
+    loss = model(batch()).sum()  # a sum saves nothing, so only the replay can tell
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_what_was_captured_is_used_again_after_evaluation(recorder):
+    model = wrap(Scaled())
+    for _ in range(3):
+        call(model.train(), 5)
+        call(model.eval(), 5)
+    assert len(recorder.recordings) == 4
+    assert replays(model) == 2 * (2 + 2 + 4 * 5)
+
+
+@pytest.mark.parametrize("power", [True, 1.0, 2])
+def test_constants_are_alike_if_their_types_are(power, recorder):
+    model = wrap(Scaled())
+    call(model, 4, power=1)
+    call(model, 1, power=power)
+    assert replays(model) == 2
 
 
 def test_second_derivatives_are_refused(recorder):
@@ -483,6 +524,14 @@ def test_a_recording_that_gives_other_bits_is_dropped_with_one_warning(what, rec
     call(plain, 6)
     assert replays(model) == 0
     assert torch.equal(model.module.fc.weight.grad, plain.module.fc.weight.grad)
+
+
+def test_a_replay_that_does_nothing_is_seen(recorder):
+    recorder.is_idle = True  # captured on a wrong device, say; what it wrote while it was is there
+    model = wrap(Scaled())
+    with torch.no_grad(), pytest.warns(UserWarning, match="does not give the bits"):
+        list(map(model, [batch()] * 5))
+    assert replays(model) == 0
 
 
 def test_a_backward_that_gives_other_bits_is_dropped(recorder, monkeypatch):
