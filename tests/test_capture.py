@@ -78,6 +78,7 @@ def wrap(net, replicas=2, **options):
     """With the option, which is refused without a CUDA device, set behind its back."""
     model = DataParallel(net, replicas=replicas, **options)
     object.__setattr__(model._samestep_options, "cuda_graphs", True)
+    model._samestep_runtime.captures = capture.Captures()
     model._samestep_is_single = False
     return model
 

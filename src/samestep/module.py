@@ -240,9 +240,9 @@ class DataParallel(Wrapper):
     def stats(self) -> ReplicaStats:
         """What the replicas have cost so far: builds, updates, bytes copied; and what of their
         calls was captured."""
-        runtime = self._samestep_runtime
-        captures = runtime.captures
-        found = runtime.replicas.stats()
+        found, captures = self._samestep_runtime.replicas.stats(), self._samestep_runtime.captures
+        if captures is None:
+            return found
         return replace(found, num_replays=captures.num_replays, uncaptured=tuple(captures.reasons))
 
     def refresh(self, force: bool = False) -> None:

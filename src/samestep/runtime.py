@@ -25,7 +25,6 @@ from torch import nn
 
 from samestep import rng, step
 from samestep.batches import Form
-from samestep.capture import Captures
 from samestep.changes import Changes
 from samestep.comm import Comm
 from samestep.context import current_shard, must_run_plainly, use_num_threads
@@ -33,14 +32,7 @@ from samestep.devices import is_serial_forced, slots_of_rank
 from samestep.eager import EagerBackward
 from samestep.engine import Engine, SerialEngine, ThreadEngine
 from samestep.errors import RankError, note_shard
-from samestep.functional import (
-    gather,
-    make_runner,
-    merge_state,
-    move,
-    prepare,
-    scatter,
-)
+from samestep.functional import gather, make_runner, merge_state, move, prepare, scatter
 from samestep.graphs import scale_gradient
 from samestep.group import MeetingNeeded
 from samestep.habits import Habits, Trial, Verdict
@@ -89,7 +81,11 @@ class Runtime:
         self.comm = comm or find_comm()
         self.lock = threading.RLock()
         self._make_replicas()
-        self.captures = Captures()
+        self.captures: Any = None
+        if options.cuda_graphs:
+            from samestep.capture import Captures  # for few models
+
+            self.captures = Captures()
         self.mirror = Mirror()
         self.serial: Engine = SerialEngine(options.threads_per_replica)
         self.threads: Engine = ThreadEngine(
@@ -231,7 +227,7 @@ class Runtime:
                 recompute=options.recompute,
                 eager=eager,
                 carried=self._carried(call),
-                captures=self.captures if options.cuda_graphs else None,
+                captures=self.captures,
                 note=lambda: (trial.look(), mirrored),
             )
             facts = [seen for seen, _ in notes]

@@ -14,13 +14,12 @@ import threading
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from samestep.capture import Captures
 from samestep.changes import Changes
 from samestep.eager import EagerBackward
 from samestep.errors import StateWarning
@@ -34,6 +33,9 @@ from samestep.sharing import share_forward
 from samestep.spread import Spread
 from samestep.tie import map_tensors, tie
 from samestep.tree import map_leaves
+
+if TYPE_CHECKING:
+    from samestep.capture import Captures
 
 __all__ = ["renew_lock", "run_shards"]
 
