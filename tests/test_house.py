@@ -24,10 +24,13 @@ LAYERS = [
     (
         "one idea each",
         "plan join reduce rng context workers lookahead comm follow graphs links timing wrapper "
-        "randomness plain sealed",
+        "randomness plain sealed recording",
     ),
     ("how shards meet, how ranks do", "group rendezvous"),
-    ("ideas made of these", "collectives split merge norm slices parcel position handover copies"),
+    (
+        "ideas made of these",
+        "collectives split merge norm slices parcel position handover copies homing",
+    ),
     ("the shards of a call and the ranks that have them", "spread"),
     ("a batch as a loader yields it", "batches"),
     ("the module as a slot sees it", "replica"),
@@ -42,6 +45,7 @@ LAYERS = [
     ("what shards returned, in the caller's graph", "tie"),
     ("what the ranks' shards returned and wrote", "sharing"),
     ("a shard's backward right after its forward", "eager"),
+    ("a shard's call, captured and replayed", "capture"),
     ("one call on all shards", "step"),
     ("the verbs, and what was asked for", "functional options regroup"),
     ("what several ranks add to a call", "ranks mirror rounds"),

@@ -42,8 +42,8 @@ SIGNATURES = {
     "DataParallel": (
         "module, device_ids=None, output_device=None, dim=0, *, replicas=None, split='chunk', "
         "in_dims=None, out_dims=None, reduction='mean', buffers='merge', sync_batch_norm=False, "
-        "recompute=False, eager_backward=False, threads_per_replica=1, workers=None, "
-        "batch='global', process_group=None"
+        "recompute=False, eager_backward=False, cuda_graphs=False, threads_per_replica=1, "
+        "workers=None, batch='global', process_group=None"
     ),
     "DataParallel.forward": "self, *args, **kwargs",
     "DataParallel.call": "self, method, *args, **kwargs",
@@ -160,7 +160,7 @@ def test_a_script_that_trains_imports_nothing_around_the_step():
     code = """if True:
         import sys, samestep
         around = {"auto", "checkpoint", "infer", "launch", "loader", "observe", "proof", "cli"}
-        around |= {"timing", "tune"}
+        around |= {"timing", "tune", "capture", "recording"}
         assert not around & {name.rpartition(".")[2] for name in sys.modules if "samestep" in name}
         assert callable(samestep.check) and "check" in dir(samestep)
         import samestep.proof

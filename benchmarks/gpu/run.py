@@ -47,6 +47,12 @@ def measure(name, options, findings):
         "ours, one": make_step(samestep.DataParallel(copy.deepcopy(net), device_ids=[0]), x),
     }
     if device.type == "cuda":
+        for key, slots in {"ours, two on one, graphs": pair, "ours, one, graphs": [0]}.items():
+            captured = samestep.DataParallel(copy.deepcopy(net), device_ids=slots, cuda_graphs=True)
+            variants[key] = make_step(captured, x)
+            for _ in range(5):  # captured at the fourth call
+                variants[key]()
+            print(f"{name}, {key}: {captured.stats().uncaptured or 'captured'}")
         theirs = nn.DataParallel(copy.deepcopy(net), device_ids=pair)
         variants["nn.DataParallel, two on one"] = make_step(theirs, x)
     losses = {key: float(step()) for key, step in variants.items()}

@@ -9,6 +9,7 @@ Must not: contain any of the ideas it composes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -66,6 +67,9 @@ class DataParallel(Wrapper):
             gradient that arrives later: exact for 1 and other powers of two. Several losses must
             get the same one. Not with ``recompute``, float16 autocast or ``create_graph=True``.
         threads_per_replica: intra-op threads of a CPU slot; part of what fixes the bits.
+        cuda_graphs: capture forward and backward of a shard as CUDA graphs, where that is sure to
+            change nothing, and replay them for calls of the same form. Never run on an accelerator
+            by its authors: see docs/guide.md.
         workers: threads that run CPU slots; None: one per core that this process may use. It does
             not change a bit.
         batch: with several ranks: ``"global"``, every rank passes the whole batch and gets the
@@ -106,6 +110,7 @@ class DataParallel(Wrapper):
         sync_batch_norm: bool = False,
         recompute: bool = False,
         eager_backward: bool = False,
+        cuda_graphs: bool = False,
         threads_per_replica: int = 1,
         workers: int | None = None,
         batch: str = "global",
@@ -117,7 +122,7 @@ class DataParallel(Wrapper):
         comm = find_comm(process_group)
         is_auto = replicas == "auto"
         if is_auto:
-            _check_auto(device_ids, comm.num_ranks)
+            _check_auto(device_ids, comm.num_ranks, cuda_graphs)
         self._samestep_options = Options(
             slots=plan_slots(
                 device_ids,
@@ -136,6 +141,7 @@ class DataParallel(Wrapper):
             sync_batch_norm=sync_batch_norm,
             recompute=recompute,
             eager_backward=eager_backward,
+            cuda_graphs=cuda_graphs,
             threads_per_replica=threads_per_replica,
             workers=workers,
             batch=batch,
@@ -146,7 +152,7 @@ class DataParallel(Wrapper):
         self._samestep_runtime = Runtime(self._samestep_options, buffers, comm)
         # With one slot there is nothing to cut, and unless asked for more nothing to do.
         is_one = self.num_replicas == 1 and comm.num_ranks == 1
-        self._samestep_is_single = is_one and not recompute and not is_auto
+        self._samestep_is_single = is_one and not (recompute or cuda_graphs or is_auto)
         self._samestep_is_open = is_auto  # the number of replicas is not decided yet
         self._samestep_choice: Choice | None = None
         self._samestep_buffers = buffers
@@ -233,8 +239,12 @@ class DataParallel(Wrapper):
         return self._samestep_choice
 
     def stats(self) -> ReplicaStats:
-        """What the replicas have cost so far: builds, updates, bytes copied."""
-        return self._samestep_runtime.replicas.stats()
+        """What the replicas have cost so far: builds, updates, bytes copied; and what of their
+        calls was captured."""
+        found, captures = self._samestep_runtime.replicas.stats(), self._samestep_runtime.captures
+        if captures is None:
+            return found
+        return replace(found, num_replays=captures.num_replays, uncaptured=tuple(captures.reasons))
 
     def refresh(self, force: bool = False) -> None:
         """Bring all replicas up to date now.
@@ -288,7 +298,12 @@ def data_parallel(
 # ---------------------------------------------------------------------------
 
 
-def _check_auto(device_ids: Any, num_ranks: int) -> None:
+def _check_auto(device_ids: Any, num_ranks: int, cuda_graphs: bool) -> None:
+    if cuda_graphs:
+        raise ValueError(
+            "replicas='auto' measures steps without captured graphs, so its choice would not be "
+            "about cuda_graphs=True; leave one of the two out"
+        )
     if device_ids is not None:
         raise ValueError(
             f"replicas='auto' chooses the slots itself, and device_ids names them ({device_ids}); "

@@ -42,6 +42,7 @@ class Options:
     workers: int | None
     batch: str
     num_ranks: int
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dim", "threads_per_replica"):
@@ -68,7 +69,7 @@ class Options:
             object.__setattr__(self, "split", tuple(self.split))  # the user's list may change
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {self.reduction!r}; it must be 'mean' or 'sum'")
-        for name in ("sync_batch_norm", "recompute", "eager_backward"):
+        for name in ("sync_batch_norm", "recompute", "eager_backward", "cuda_graphs"):
             flag = getattr(self, name)
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} must be True or False, got {flag!r}")
@@ -78,5 +79,26 @@ class Options:
                 "a time; use eager_backward=True alone if the module returns its loss, and "
                 "recompute=True alone otherwise"
             )
+        if self.cuda_graphs:
+            self._check_graphs()
         check_in_dims(self.in_dims)
         check_out_dims(self.out_dims)
+
+    def _check_graphs(self) -> None:
+        kinds = {slot.device.type for slot in self.slots}
+        if "cuda" not in kinds:
+            raise ValueError(
+                f"cuda_graphs=True captures what runs on CUDA devices, and no slot is on one (they "
+                f"are on {', '.join(sorted(kinds))}); leave it out"
+            )
+        for name in ("sync_batch_norm", "recompute", "eager_backward"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"cuda_graphs=True replays forward and backward as they were captured, which "
+                    f"{name}=True would change; leave one of the two out"
+                )
+        if self.num_ranks > 1:
+            raise ValueError(
+                f"cuda_graphs=True is there for one process, and there are {self.num_ranks} ranks; "
+                f"leave it out"
+            )

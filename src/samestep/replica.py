@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from samestep.context import current_shard
 from samestep.copies import Copies, Flat, lay_out
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
@@ -42,37 +41,11 @@ from samestep.norm import NormRecord
 from samestep.pattern import Pattern
 from samestep.snapshot import Snapshot
 
-__all__ = ["BringHome", "LazyError", "Replica", "find_replica", "home_device"]
+__all__ = ["LazyError", "Replica", "find_replica", "home_device"]
 
 
 class LazyError(ReplicaError):
     """A parameter gets its shape from the first batch, so there is nothing to replicate yet."""
-
-
-class BringHome:
-    """Passes on a gradient that reached a shard's leaf past the stitch.
-
-    A tensor can leave a shard by another way than the output: a hook that appends activations to a
-    list of the user's. A loss on it walks the shard's graph in the caller's own backward and ends
-    in the leaf; the gradient belongs to the tensor that the leaf stands for.
-
-    Args:
-        source: that tensor.
-    """
-
-    def __init__(self, source: Tensor) -> None:
-        self._source = source
-
-    def watch(self, leaf: Tensor) -> None:
-        """Take what arrives in ``leaf`` from now on."""
-        leaf.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]  # torch's
-
-    def __call__(self, leaf: Tensor) -> None:
-        if current_shard() is None:  # else the stitch, or a backward inside forward, is at work
-            gradient, leaf.grad = leaf.grad, None
-            if gradient is not None:
-                gradient = gradient.to(self._source.device)
-                torch.autograd.backward([self._source], [gradient], retain_graph=True)
 
 
 class Replica:
@@ -115,6 +88,8 @@ class Replica:
         self._by_copy: dict[int, Link] = {}
         self._places: dict[int, tuple[Flat, Tensor]] = {}  # copies that have no link yet
         self.held = Copies([])
+        #: Counts up whenever anything that it holds may have been exchanged.
+        self.age = 0
         # Made when they are asked for, and again when tensors changed.
         self._links_by_path: dict[str, Link] | None = None
         self._objects: dict[str, Any] | None = None
@@ -231,6 +206,7 @@ class Replica:
         """Sort the links by what must be asked of them at every call. Again when tensors
         changed."""
         stale = {id(link) for link in self.held.find_stale()}
+        self.age += 1
         self._set_clocks()
         self._links_by_path, self._objects = None, None
         self._has_hooks = any(

@@ -27,9 +27,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.devices import Slot
+from samestep.homing import BringHome
 from samestep.links import Carried, Rows, Stamps
 from samestep.pattern import Pattern
-from samestep.replica import BringHome, Replica
+from samestep.replica import Replica
 from samestep.snapshot import Snapshot
 
 __all__ = ["ReplicaSet", "ReplicaStats"]
@@ -44,12 +45,16 @@ class ReplicaStats:
         num_updates: cells (dictionaries, lists) brought up to date.
         num_copied: tensors copied to bring replicas up to date (those of a build not counted).
         copied_bytes: their bytes.
+        num_replays: with ``cuda_graphs=True``, how many shards' forwards were replayed.
+        uncaptured: why some were not.
     """
 
     num_builds: int
     num_updates: int
     num_copied: int
     copied_bytes: int
+    num_replays: int = 0
+    uncaptured: tuple[str, ...] = ()
 
 
 class ReplicaSet:
@@ -79,7 +84,8 @@ class ReplicaSet:
 
     def stats(self) -> ReplicaStats:
         """What was done so far."""
-        return ReplicaStats(*self._counts)
+        builds, updates, copied, size = self._counts
+        return ReplicaStats(builds, updates, copied, size)
 
     @property
     def version(self) -> tuple[int, int]:

@@ -32,14 +32,7 @@ from samestep.devices import is_serial_forced, slots_of_rank
 from samestep.eager import EagerBackward
 from samestep.engine import Engine, SerialEngine, ThreadEngine
 from samestep.errors import RankError, note_shard
-from samestep.functional import (
-    gather,
-    make_runner,
-    merge_state,
-    move,
-    prepare,
-    scatter,
-)
+from samestep.functional import gather, make_runner, merge_state, move, prepare, scatter
 from samestep.graphs import scale_gradient
 from samestep.group import MeetingNeeded
 from samestep.habits import Habits, Trial, Verdict
@@ -88,6 +81,11 @@ class Runtime:
         self.comm = comm or find_comm()
         self.lock = threading.RLock()
         self._make_replicas()
+        self.captures: Any = None
+        if options.cuda_graphs:
+            from samestep.capture import Captures  # for few models
+
+            self.captures = Captures()
         self.mirror = Mirror()
         self.serial: Engine = SerialEngine(options.threads_per_replica)
         self.threads: Engine = ThreadEngine(
@@ -184,7 +182,8 @@ class Runtime:
     def _is_plain(self, module: nn.Module, call: Call) -> bool:
         """Whether one call on the source module, where the batch is, does the same."""
         options = self.options
-        if call.spread.is_local or call.plan.num_shards > 1 or options.recompute:
+        is_cut = call.spread.is_local or call.plan.num_shards > 1
+        if is_cut or options.recompute or options.cuda_graphs:
             return False
         if torch.is_grad_enabled() and call.plan.sizes and len(options.slots) > 1:
             return False  # its backward, too, must have the threads of a slot
@@ -232,6 +231,7 @@ class Runtime:
                 recompute=options.recompute,
                 eager=eager,
                 carried=self._carried(call),
+                captures=self.captures,
                 note=lambda: (trial.look(), mirrored),
             )
             facts = [seen for seen, _ in notes]

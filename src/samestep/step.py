@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,19 @@ from samestep.changes import Changes
 from samestep.eager import EagerBackward
 from samestep.errors import StateWarning
 from samestep.graphs import scale_gradient
+from samestep.homing import BringHome
 from samestep.links import Rows
 from samestep.recompute import Recomputation
 from samestep.reduce import TreeSum, sum_lists
-from samestep.replica import BringHome, Replica
+from samestep.replica import Replica
 from samestep.runner import Runner
 from samestep.sharing import share_forward
 from samestep.spread import Spread
 from samestep.tie import map_tensors, tie
 from samestep.tree import map_leaves
+
+if TYPE_CHECKING:
+    from samestep.capture import Captures
 
 __all__ = ["renew_lock", "run_shards"]
 
@@ -49,6 +53,7 @@ def run_shards(
     recompute: bool = False,
     eager: EagerBackward | None = None,
     carried: Sequence[Mapping[int, Rows]] = (),
+    captures: Captures | None = None,
     note: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Any], Changes, list[Any]]:
     """Run every replica on its shard.
@@ -63,6 +68,7 @@ def run_shards(
         recompute: keep no activations; each forward runs again in its backward.
         eager: lets each backward follow its forward at once; only in grad mode.
         carried: per shard of the call, which rows it has of tensors on the module (by id).
+        captures: the captured calls of these replicas, to use and to add to.
         note: anything that every rank is to know after the forwards.
 
     Returns:
@@ -86,7 +92,7 @@ def run_shards(
         _add_carried(replicas, model, leaves, local, spread, carried)
         eager.begin(model, leaves, local, runner)
     try:
-        outputs = _run(replicas, here, runner, method, recompute, eager)
+        outputs = _run(replicas, here, runner, method, recompute, eager, captures)
     except BaseException as error:  # Ctrl-C too: the others wait
         spread.fail("forward", error)
         raise
@@ -97,6 +103,8 @@ def run_shards(
         _add_carried(replicas, model, leaves, local, spread, carried)
     with torch.set_grad_enabled(is_tied):
         told = share_forward(outputs, replicas, model, leaves, runner, note)
+    if captures is not None:
+        captures.note(told.changes, told.has_gradients)
     if told.has_gradients:
         _collect_gradients(replicas, model, runner)
     if not is_tied:
@@ -124,6 +132,7 @@ def _run(
     method: str | None,
     recompute: bool,
     eager: EagerBackward | None,
+    captures: Captures | None,
 ) -> list[Any]:
     """Run the forwards of the shards that are here."""
     for replica in replicas:
@@ -144,6 +153,9 @@ def _run(
             for k, replica, function in zip(runner.spread.mine, replicas, functions, strict=True)
         ]
     with _no_parametrization_cache():
+        if captures is not None and method is None and not runner.together:
+            rows = zip(replicas, runner.shards, called, arguments, strict=True)
+            called = captures.choose(list(rows))
         outputs = runner.run(
             [
                 partial(function, *args, **kwargs)
