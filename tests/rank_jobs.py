@@ -970,3 +970,71 @@ def large_gradients(group=None, *, batch="global", steps=4):
         net[1].zero_grad()
     assert found == [digest(one) for one in kept]  # nobody wrote over what is still in use
     return digest(kept, [p.grad for p in net.parameters()])
+
+
+class Gappy(nn.Module):
+    """Its gradients are expanded, transposed, or have gaps: not as contiguous as their sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.tall, self.part = (nn.Parameter(torch.randn(6, 4)) for _ in range(3))
+
+    def forward(self, x):
+        return (
+            x @ self.wide.sum(0) + (x @ self.tall.T).sum(1) + x[:, :2] @ self.part[:2, ::2].sum(0)
+        )
+
+
+def gappy_gradients(group=None, batch="global"):
+    torch.manual_seed(2)
+    net = Gappy()
+    options = {} if group is None else {"process_group": group, "batch": batch}
+    replicas = 2 if group is None else find_comm(group).num_ranks
+    model = samestep.DataParallel(net, replicas=replicas, **options)
+    x = torch.randn(8, 4)
+    rows = slice(None) if group is None or batch == "global" else own_rows(group, 8, replicas)
+    model(x[rows]).square().mean().backward()
+    return digest([p.grad for p in net.parameters()])
+
+
+def call_in_a_child(group):
+    """Rank 1 forks a child that calls the wrapper; then all go on."""
+    torch.manual_seed(0)
+    model = samestep.DataParallel(nn.Linear(4, 2), replicas=2, process_group=group)
+    x = torch.randn(4, 4)
+    first = model(x)
+    said = b""
+    if find_comm(group).rank == 1:
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                model(x)
+            except samestep.RankError as error:
+                os.write(theirs, str(error).encode())
+            os._exit(0)
+        os.close(theirs)
+        said = os.read(ours, 1000)
+        os.close(ours)
+        os.waitpid(child, 0)
+    return said.decode(), torch.equal(model(x), first)
+
+
+def stopped_host(group):
+    """Rank 0, whose process has the store, stops for a while; how long rank 1 waits."""
+    comm = find_comm(group)
+    comm.exchange("all are here", None)
+    if comm.rank == 0:
+        starter = os.getpid()
+        if os.fork() == 0:
+            time.sleep(12)
+            os.kill(starter, signal.SIGCONT)
+            os._exit(0)
+        os.kill(starter, signal.SIGSTOP)
+        os.wait()
+    start = time.monotonic()
+    try:
+        comm.exchange("waiting", None)
+    except samestep.RankError as error:
+        return time.monotonic() - start, str(error)
+    return None

@@ -573,3 +573,18 @@ def test_ranks_that_scale_differently_are_told(ranks):
     for found in ranks.run(2, "scale_by_rank"):
         assert found.kind == RankError.__name__
         assert "rank 1 computes another loss than rank 0" in found.text
+
+
+def test_shards_that_meet_and_take_turns_are_refused_before_they_wait_for_ever():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return checkpoint(lambda y: self.norm(self.layer(y)), x, use_reentrant=True).mean()
+
+    model = DataParallel(Checkpointed(), replicas=2, eager_backward=True, sync_batch_norm=True)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        model(torch.randn(8, 4, requires_grad=True))

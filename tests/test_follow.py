@@ -1,15 +1,18 @@
 """Copying an object graph: one copy per object, and what points into the tree still does."""
 
+import argparse
 import functools
 import threading
 import types
 import weakref
 from collections import OrderedDict, deque
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+from samestep import DataParallel
 from samestep.errors import ReplicaError
 from samestep.follow import Follower
 from samestep.snapshot import Snapshot
@@ -394,3 +397,116 @@ def test_a_snapshot_compares_by_identity_and_calls_nothing_of_the_users():
     assert not snapshot.is_current()
     assert snapshot.changed() == [0]
     assert [type(tensor) for tensor in snapshot.tensors()] == [torch.Tensor]
+
+
+class AttrDict(dict):
+    """Its entries are its attributes: a common idiom."""
+
+    def __init__(self, **entries):
+        super().__init__(**entries)
+        self.__dict__ = self
+
+
+class Held(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        make(self)
+
+
+def hold_attr_dict(module):
+    module.args = AttrDict(scale=2.0)
+    module.set = lambda value: setattr(module.args, "scale", value)
+
+
+def hold_names(module):
+    module.args = types.SimpleNamespace(scale=2.0)
+    module.config = vars(module.args)
+
+
+def hold_config_first(module):
+    args = argparse.Namespace(scale=2.0)
+    module.config = vars(args)
+    module.args = args
+
+
+@pytest.mark.parametrize("hold", [hold_attr_dict, hold_names, hold_config_first])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_dictionary_that_has_two_names_has_them_in_every_replica(hold, replicas):
+    class Scaled(Held):
+        def forward(self, x):
+            entries = self.config if hasattr(self, "config") else self.args
+            return self.layer(x) * self.args.scale + entries["scale"]
+
+    module = Scaled(hold)
+    if hold is hold_attr_dict:
+        del module.set
+    model = DataParallel(module, replicas=replicas)
+    x = torch.randn(6, 3)
+    for scale in (2.0, 3.0, 5.0):
+        module.args.scale = scale
+        torch.testing.assert_close(model(x), module(x))
+
+
+def test_slots_beside_a_dictionary_are_copied():
+    class Base:
+        __slots__ = ("scale",)
+
+    class Both(Base):
+        pass
+
+    class Slotted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.both = nn.Linear(3, 3), Both()
+            self.both.scale, self.both.shift = 2.0, 1.0
+
+        def forward(self, x):
+            return self.layer(x) * self.both.scale + self.both.shift
+
+    module, x = Slotted(), torch.randn(6, 3)
+    torch.testing.assert_close(DataParallel(module, replicas=3)(x), module(x))
+
+
+def test_a_named_tuple_of_buffers_holds_each_replicas_own():
+    class Statistics(NamedTuple):
+        mean: torch.Tensor
+        count: torch.Tensor
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("count", torch.zeros(()))
+            self.statistics = Statistics(self.mean, self.count)
+
+        def forward(self, x):
+            self.statistics.count.add_(1)
+            return x + self.statistics.count
+
+    module = Counting()
+    out = DataParallel(module, replicas=3)(torch.zeros(6, 3))
+    assert torch.equal(out, torch.ones(6, 3))  # not 1, 2 and 3
+    assert isinstance(module.statistics, Statistics)
+    assert module.count == 1
+
+
+def test_what_hangs_on_a_buffer_hangs_on_its_copies():
+    class Tagged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("shift", torch.ones(3))
+            self.shift.kind = 2.0
+
+        def forward(self, x):
+            return x + self.shift * self.shift.kind
+
+    out = DataParallel(Tagged(), replicas=3)(torch.zeros(6, 3))
+    assert torch.equal(out, torch.full((6, 3), 2.0))
+
+
+def test_a_proxy_of_a_module_is_refused_by_name():
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].parent = weakref.proxy(module)
+    with pytest.raises(ReplicaError, match=r"parent.*weakref\.proxy"):
+        DataParallel(module, replicas=2)(torch.ones(2, 2))

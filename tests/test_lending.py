@@ -1,5 +1,9 @@
 """Large memory that is kept: never lent while a tensor lies in it."""
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 
 from samestep.lending import Lender
@@ -38,3 +42,16 @@ def test_what_does_not_come_back_is_not_kept_for_ever():
 
 def test_nothing_is_lent_as_nothing():
     assert Lender().lend(0).numel() == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs Linux's /proc")
+def test_a_forked_childs_memory_is_its_own():
+    # Shared, a child that zeroes its gradients would zero its parent's.
+    lent = Lender().lend(SIZE)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, *_ = line.split()
+        first, last = (int(part, 16) for part in place.split("-"))
+        if first <= lent.data_ptr() < last:
+            assert rights[3] == "p"
+            return
+    raise AssertionError("the memory is not in the list")

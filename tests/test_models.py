@@ -320,6 +320,15 @@ def geometric():
     return pytest.importorskip("torch_geometric")
 
 
+def test_a_batch_of_graphs_is_cut_without_a_word(geometric):
+    # Its class is made by another package's metaclass, and names the module "abc" as its own.
+    from torch_geometric.data import Batch, Data
+
+    found = [Data(x=torch.ones(n, 2), edge_index=torch.zeros(2, 1).long()) for n in (3, 5, 2)]
+    model = samestep.DataParallel(torch.nn.Identity(), replicas=3)
+    assert "cut by rows into 1 1 1" in model.explain(Batch.from_data_list(found))
+
+
 @pytest.fixture
 def graphs(geometric):
     """Seven graphs of different sizes in one batch, which the library knows how to cut."""

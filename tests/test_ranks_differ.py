@@ -76,3 +76,11 @@ def test_an_error_in_a_backward_of_one_rank_ends_it_in_all(ranks):
         assert kind == "RankError"
         assert "rank 2 failed at 'backward of Takes2 (wrapper 0)" in text
     assert len({gradients for *_, gradients in found}) == 1
+
+
+def test_a_stopped_process_that_has_the_store_is_not_waited_for(ranks):
+    # Who is missing was asked of the store, and the store did not answer until it went on.
+    found = ranks.ask(2, "stopped_host", env={"SAMESTEP_TIMEOUT": "3"})
+    seconds, text = found[1]
+    assert seconds < 3 + 5
+    assert "rank 0 did not answer within 3 s" in text

@@ -78,3 +78,18 @@ def test_rows_that_begin_anywhere_in_memory_have_the_same_bits(ranks, count, bat
     # at 0, where in the whole batch they did not.
     expected = rank_jobs.unaligned()
     assert ranks.ask(count, "unaligned", batch) == [expected] * count
+
+
+@pytest.mark.parametrize("batch", ["global", "local"])
+def test_gradients_with_gaps_are_added_as_in_one_process(ranks, batch):
+    # Written to shared memory as if each were as contiguous as the sum of all.
+    expected = rank_jobs.gappy_gradients()
+    assert ranks.ask(2, "gappy_gradients", batch) == [expected] * 2
+
+
+def test_a_forked_child_that_calls_the_wrapper_is_told_and_its_parent_goes_on(ranks):
+    # Its messages were taken for its parent's: the ranks that were left called each other dead.
+    silent, told = ranks.ask(2, "call_in_a_child")
+    assert silent == ("", True)
+    assert "forked from a rank" in told[0]
+    assert told[1]

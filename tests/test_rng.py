@@ -383,3 +383,14 @@ def test_a_function_mode_of_the_callers_sees_dropout_and_changes_no_number():
     assert torch.equal(found, expected)
     assert mode.seen.count(F.dropout) >= 2
     assert torch.Tensor.bernoulli_ not in mode.seen
+
+
+def test_dropout_under_a_transform_leaves_nothing_to_later_calls():
+    # The number it divides by was kept, as the transform had wrapped it.
+    def transformed(x):
+        return torch.func.functionalize(lambda rows: F.dropout(rows, 0.35, True))(x)
+
+    x = torch.ones(4, 6)
+    DataParallel(Draw(transformed), replicas=2)(x)
+    out = DataParallel(nn.Dropout(0.35), replicas=2)(x)
+    assert set(out.unique().tolist()) <= {0.0, (torch.ones(()) / (1.0 - 0.35)).item()}

@@ -298,3 +298,10 @@ def test_it_prints_with_its_slots(model):
     text = repr(model)
     assert "slots=[cpu, cpu, cpu], split='chunk'" in text
     assert "(child): Sequential(" in text
+
+
+def test_a_wrapper_whose_module_was_deleted_says_so():
+    model = DataParallel(nn.Linear(2, 2))
+    del model.module
+    with pytest.raises(AttributeError, match="module"):
+        model(torch.ones(1, 2))

@@ -106,6 +106,7 @@ class Comm:
         self._store = store
         self._lock = threading.RLock()
         self._dead: str | None = None
+        self._process = os.getpid()
         self._segments: Segments | None = None
         # Two, in turn: one is still read while the next message's is written.
         self._plain = [torch.empty(0, dtype=_BYTE), torch.empty(0, dtype=_BYTE)]
@@ -240,6 +241,8 @@ class Comm:
     def _meet(self, kind: str, value: Any, num_bytes: int, follow: bool = False) -> list[Message]:
         if self.num_ranks == 1:
             return [Message(kind, value, num_bytes, False)]
+        if os.getpid() != self._process:
+            raise RankError(_MSG_FORKED)
         own_message = Message(kind, value, num_bytes, follow)
         said = pickle.dumps(tuple(own_message), protocol=pickle.HIGHEST_PROTOCOL)
         with self._lock:
@@ -306,17 +309,24 @@ class Comm:
 
     def _find_missing(self, kind: str) -> list[int]:
         """The ranks that do not say, for a moment, that they are looking for others too."""
-        try:
-            store, prefix = self._store, f"lost at {self.num_messages}"
-            store.set(f"{prefix}/{self.rank}", kind)
-            missing = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        missing = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        found: list[list[int]] = []
+
+        def ask() -> None:
+            left, store, prefix = missing, self._store, f"lost at {self.num_messages}"
             deadline = time.monotonic() + _PATIENCE
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
-                time.sleep(0.05)  # the store tells nobody when a key comes
-        except Exception:  # the store is gone, and with it the process that held it
-            return [0] if self.rank else list(range(1, self.num_ranks))
-        return missing
+            with contextlib.suppress(Exception):
+                store.set(f"{prefix}/{self.rank}", kind)
+                while left and time.monotonic() < deadline:
+                    left = [rank for rank in left if not store.check([f"{prefix}/{rank}"])]
+                    time.sleep(0.05)  # the store tells nobody when a key comes
+                found.append(left)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(_PATIENCE + 0.5)
+        # The process that has the store may be gone, or stopped: then there is no answer.
+        return found[0] if found else [0] if self.rank else missing
 
     def _are_neighbours(self, is_wanted: bool) -> bool:
         """Whether each rank can open the memory of each other."""
@@ -361,6 +371,7 @@ class Comm:
 
 _BYTE = torch.uint8
 _ALIGN = 64  # bytes: each tensor of a bulk begins at a multiple of this
+_MSG_FORKED = "this process was forked from a rank and is none; call wrapper.module here instead"
 _PATIENCE = 2.0  # seconds in which ranks that lost another one tell each other so
 
 #: The line of a process that is the only rank.

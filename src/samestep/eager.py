@@ -245,6 +245,8 @@ class EagerBackward:
         self._check_foreign(foreign.values())
         leaves = [*own, *rows]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if seen.is_reentrant and self._runner.together:
+            raise ValueError(_MSG_REENTRANT)
         # Re-entrant checkpointing refuses to run inside autograd.grad; and accumulating is for one
         # at a time, since leaves may be common to the shards.
         run = accumulate if seen.is_reentrant else differentiate
@@ -351,6 +353,11 @@ _MSG_ROWS = (
     "eager_backward=True needs losses of the batch, but forward returned a list of as many losses "
     "as the shard has rows, which is one per row; add them up in forward (several losses of the "
     "batch go into a tuple or a dict)"
+)
+_MSG_REENTRANT = (
+    "with eager_backward=True a re-entrant checkpoint takes turns with those of other shards, but "
+    "these wait for each other (sync_batch_norm=True, all_reduce, all_gather); use "
+    "checkpoint(..., use_reentrant=False)"
 )
 _MSG_CREATE_GRAPH = (
     "create_graph=True is not there for eager_backward=True: the shards' graphs were gone when "

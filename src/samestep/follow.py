@@ -17,7 +17,7 @@ bound methods, partials     bound to the copy
 functions                   a new function if a closure cell or default reaches into the modules;
                             refused by name if it reaches them through a global variable
 weak references             to the copy, if the target was copied
-optimizers, datasets, ...   shared (see ``_SHARED``), as is whatever cannot be copied (locks, files)
+optimizers, datasets, ...   shared (see ``SHARED``), as is whatever cannot be copied (locks, files)
 ==========================  ====================================================================
 
 Guarantees: one original object has one copy, cycles included; identical before, identical after.
@@ -26,10 +26,9 @@ Must not: know replicas, shards or devices.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import enum
 import functools
-import logging
 import operator
 import types
 import weakref
@@ -43,29 +42,22 @@ from torch import Tensor, nn
 
 from samestep.errors import ReplicaError
 from samestep.pattern import Pattern
-from samestep.reach import EMPTY, cell_content, global_names, referents
+from samestep.reach import (
+    ATOMS,
+    CONTAINERS,
+    EMPTY,
+    SHARED,
+    SHARED_NAMES,
+    cell_content,
+    global_names,
+    referents,
+    set_state,
+)
 from samestep.snapshot import Cell, iter_items, key_text, refill
 
 __all__ = ["Follower"]
 
 Leaf = Callable[[Tensor, str], Any]
-
-_ATOMS: frozenset[type] = frozenset(
-    {
-        type(None), bool, int, float, complex, str, bytes, range, slice, type, type(...),
-        type(NotImplemented), types.BuiltinFunctionType, types.ModuleType, types.CodeType,
-        types.MethodDescriptorType, types.WrapperDescriptorType, types.GenericAlias, property,
-        torch.dtype, torch.layout, torch.memory_format, torch.Size,
-    }
-)  # fmt: skip
-# Never copied: they hold the training's state or data, or are identities of their own.
-_SHARED = (
-    enum.Enum, type, logging.Logger, torch.optim.Optimizer, torch.utils.data.DataLoader,
-    torch.utils.data.Dataset, torch._C.Generator, types.GeneratorType,
-)  # fmt: skip
-# The same, by name: importing them would cost time, or they are private.
-_SHARED_NAMES = {"torch.fx.graph.Graph", "torch._subclasses.fake_tensor.FakeTensor"}
-_CONTAINERS = (dict, list, set, deque)
 
 
 class Follower:
@@ -107,6 +99,10 @@ class Follower:
         self.targets: list[Cell] = []
         self.paths: list[str] = []
         self._owners: list[int] = []  # beside them, by id: whose ``__dict__`` it is, or the cell
+        # By id of a ``__dict__``, its copy: one may be an attribute too (``vars(args)``), or that
+        # of several objects, or the object itself (``self.__dict__ = self``).
+        self._dicts: dict[int, Cell] = {}
+        self._has_two_names = False
         self.untracked: list[Cell] = []
         self.loose: list[Tensor] = []
         self.has_generator = False
@@ -124,26 +120,28 @@ class Follower:
     def copy(self, value: Any, path: str) -> Any:
         """Return the copy of ``value``; the same one every time."""
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
         found = self._copies.get(id(value), self)
         if found is not self:
             return found
-        if kind in _CONTAINERS or (kind is OrderedDict and not value.__dict__):
+        if kind in CONTAINERS or (kind is OrderedDict and not value.__dict__):
             # Most are the empty dictionaries of hooks, to which nobody gives attributes.
             return self._copy_container(value, kind, path)
-        if f"{kind.__module__}.{kind.__qualname__}" in _SHARED_NAMES:
+        if f"{kind.__module__}.{kind.__qualname__}" in SHARED_NAMES:
             return value
+        if kind in weakref.ProxyTypes:
+            return self._share_proxy(value, path)
         if isinstance(value, Tensor):
             return self._leaf(value, path)
         if kind is torch.device:
             return self._devices.get(value, value)
-        if isinstance(value, _SHARED):
+        if isinstance(value, SHARED):
             self.has_generator = self.has_generator or isinstance(value, torch.Generator)
             return value
         if isinstance(value, nn.Module):
             return self._copy_module(value, path)
-        if kind is tuple:
+        if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_fields")):
             return self._copy_tuple(value, path)
         if kind is types.FunctionType:
             return self._copy_function(value, path)
@@ -169,8 +167,8 @@ class Follower:
         if isinstance(value, weakref.ref):
             return self.is_known(value())
         return (
-            type(value) in _ATOMS
-            or isinstance(value, (Tensor, torch.device, *_SHARED))
+            type(value) in ATOMS
+            or isinstance(value, (Tensor, torch.device, *SHARED))
             or id(value) in self._copies
         )
 
@@ -194,7 +192,8 @@ class Follower:
     def pattern(self) -> Pattern | None:
         """How to make one more copy of the same graph; None if it must be walked through again."""
         makers = [make for make in self._makers if make is not None]
-        if self.untracked or self.loose or len(makers) < len(self._kept):
+        is_odd = self.untracked or self.loose or self._has_two_names
+        if is_odd or len(makers) < len(self._kept):
             return None
         return Pattern(self._kept, makers, self.cells, self._owners, self.is_shared)
 
@@ -223,6 +222,11 @@ class Follower:
         other._leaf, other._devices = leaf, devices
         other._kept, other._makers = [*self._kept], [*self._makers]
         other._originals = None
+        other._dicts = {
+            id(source): target
+            for source, target, owner in zip(other.cells, other.targets, self._owners, strict=True)
+            if owner != id(source)
+        }
         other.untracked, other.loose, other.scripted = [], [], []
         other.cells, other.paths, other._owners = [*self.cells], [*self.paths], [*self._owners]
         other.modules = [(module, other._copies[id(module)]) for module, _ in self.modules]
@@ -233,6 +237,18 @@ class Follower:
 
     # -- One kind of thing each -------------------------------------------------------------
 
+    def _add_dict(self, value: Any, copied: Any, path: str) -> None:
+        """Follow the ``__dict__`` of an object."""
+        source = value.__dict__
+        known = self._dicts.get(id(source), self._copies.get(id(source)))
+        if known is not None:
+            self._has_two_names = True
+            with contextlib.suppress(AttributeError):  # of some types it cannot be exchanged
+                object.__setattr__(copied, "__dict__", known)
+                return
+        self._dicts[id(source)] = copied.__dict__
+        self.add_cell(source, copied.__dict__, path, value)
+
     def _fill(self, target: Cell, source: Cell, path: str) -> None:
         """Let ``target`` hold copies of what ``source`` holds; the types agree."""
         values: list[Any]
@@ -241,7 +257,7 @@ class Follower:
             values = [
                 (
                     key if type(key) is str else self.copy(key, f"{path}[{key!r}]"),
-                    value if type(value) in _ATOMS else self.copy(value, path + key_text(key)),
+                    value if type(value) in ATOMS else self.copy(value, path + key_text(key)),
                 )
                 for key, value in iter_items(source)
             ]
@@ -273,7 +289,7 @@ class Follower:
         copied = make()
         self._remember(module, copied, make)
         self.modules.append((module, copied))
-        self.add_cell(module.__dict__, copied.__dict__, path, module)
+        self._add_dict(module, copied, path)
         return copied
 
     def _copy_script(self, module: torch.jit.ScriptModule, path: str) -> nn.Module:
@@ -301,14 +317,29 @@ class Follower:
 
     def _copy_tuple(self, value: tuple[Any, ...], path: str) -> Any:
         entries = [self.copy(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
-        return value if all(map(operator.is_, entries, value)) else tuple(entries)
+        if all(map(operator.is_, entries, value)):
+            return value
+        make: Any = getattr(type(value), "_make", tuple)  # a named tuple's
+        return make(entries)
 
     def _copy_container(self, value: Cell, kind: Callable[[], Cell], path: str) -> Any:
+        if id(value) in self._dicts:
+            self._has_two_names = True
+            return self._dicts[id(value)]
         if isinstance(value, deque):
             kind = functools.partial(deque, maxlen=value.maxlen)
         target = self._remember(value, kind(), kind)
         self.add_cell(value, target, path)
         return target
+
+    def _share_proxy(self, value: Any, path: str) -> Any:
+        with contextlib.suppress(ReferenceError):  # of what is gone
+            if isinstance(value, nn.Module):
+                raise ReplicaError(
+                    f"attribute {path.lstrip('.')!r} is a weakref.proxy of a module, which a "
+                    f"replica cannot rebind; hold a weakref.ref, or the module in a list"
+                )
+        return value
 
     def _copy_reference(self, value: weakref.ref[Any]) -> Any:
         target = value()
@@ -355,7 +386,7 @@ class Follower:
         if isinstance(reduced, str) or isinstance(value, (int, str, float, bytes)):
             return value  # a named singleton, an immutable value
         maker, arguments, state, items, entries = (*reduced, None, None, None)[:5]
-        has_dict, is_cell = hasattr(value, "__dict__"), isinstance(value, _CONTAINERS)
+        has_dict, is_cell = hasattr(value, "__dict__"), isinstance(value, CONTAINERS)
         if not (has_dict or is_cell or self._reaches((arguments, state), set())):
             # Without a __dict__ nobody could see what changes inside later: share it.
             return value
@@ -372,24 +403,16 @@ class Follower:
         is_alike = (is_followed or state is None) and all(map(self.is_shared, arguments))
         copied = self._remember(value, make(), make if is_alike else None)
         if is_followed:
-            self.add_cell(value.__dict__, copied.__dict__, path, value)
+            self._add_dict(value, copied, path)
+            if isinstance(state, tuple) and state[1]:  # entries of __slots__ beside it
+                set_state(copied, (None, self.copy(state[1], path)))
+                self.untracked.append({})
         elif state is not None:
-            self._set_state(copied, self.copy(state, path))
+            set_state(copied, self.copy(state, path))
             self.untracked.append(getattr(value, "__dict__", {}))
         if is_cell:
             self.add_cell(value, copied, path)
         return copied
-
-    @staticmethod
-    def _set_state(copied: Any, state: Any) -> None:
-        if hasattr(copied, "__setstate__"):
-            copied.__setstate__(state)
-            return
-        attributes, slots = state if isinstance(state, tuple) else (state, None)
-        if attributes:
-            copied.__dict__.update(attributes)
-        for name, entry in (slots or {}).items():
-            object.__setattr__(copied, name, entry)
 
     # -- Functions that reach into the tree ---------------------------------------------------
 
@@ -398,7 +421,7 @@ class Follower:
         stack = list(values)
         while stack:
             value = stack.pop()
-            if type(value) in _ATOMS or id(value) in seen or isinstance(value, (Tensor, _SHARED)):
+            if type(value) in ATOMS or id(value) in seen or isinstance(value, (Tensor, SHARED)):
                 continue
             seen.add(id(value))
             if isinstance(value, nn.Module):

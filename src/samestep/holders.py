@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,12 @@ def is_sole(tensors: Sequence[Tensor | None], index: int) -> bool:
     tensor = tensors[index]
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.requires_grad:
         return False
-    del tensor
+    storage = tensor.untyped_storage()
+    # Over memory that is not torch's own (numpy's, another library's, a file's), the counts say
+    # nothing of who else has it.
+    if not storage.resizable() or storage.is_shared():
+        return False
+    del tensor, storage
     return _count(tensors, index) in _count_of_sole()
 
 
@@ -67,8 +73,17 @@ def _count_of_sole() -> tuple[tuple[int, ...], ...]:
     """
     if not (hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
         return ()
-    with torch.inference_mode(False), torch.enable_grad():
+    found: list[tuple[int, ...]] = []
+
+    def count() -> None:
         weight = torch.ones(2, 2, device="cpu", requires_grad=True)
         made = F.linear(torch.ones(2, 2, device="cpu"), weight).square().sum()
         view = list(torch.autograd.grad(made, [weight]))
-    return _count([torch.empty(1, device="cpu")], 0), _count(view, 0)
+        found.extend([_count([torch.empty(1, device="cpu")], 0), _count(view, 0)])
+
+    # In a thread of its own, where no mode or hook of the caller's sees, and may keep, what is
+    # made.
+    thread = threading.Thread(target=count, name="samestep-count")
+    thread.start()
+    thread.join()
+    return tuple(found)

@@ -173,8 +173,17 @@ def _dropout(
         return _swapped(stream, func, args, kwargs)  # the same numbers
     kept = 1.0 - float(p)
     noise = torch.empty_like(values).bernoulli_(kept, generator=stream.generator())
-    noise.div_(_scalar(kept) if noise.dim() else kept)
+    noise.div_(_scalar(kept) if noise.dim() and _is_ordinary() else kept)
     return values.mul_(noise) if inplace else values * noise
+
+
+def _is_ordinary() -> bool:
+    """Whether tensors are made as ever: not under a dispatch mode or one of torch.func's
+    transforms, whose tensors are nothing to keep."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 @functools.lru_cache(maxsize=64)

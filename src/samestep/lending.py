@@ -41,7 +41,8 @@ class Lender:
                     return self._hand_out(number, memory)
             if len(self._kept) == _NUM_KEPT or num_bytes == 0:
                 return torch.empty(num_bytes, dtype=torch.uint8)
-            memory = mmap.mmap(-1, num_bytes)
+            # Private: a forked child's gradients are its own.
+            memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
             with contextlib.suppress(AttributeError, OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._kept.append((memory, None))
@@ -59,3 +60,6 @@ class Lender:
 # ---------------------------------------------------------------------------
 
 _NUM_KEPT = 2
+_PRIVATE: dict[str, int] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)

@@ -163,7 +163,10 @@ class DataParallel(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on the whole batch; see the class."""
         if self._samestep_is_single:
-            module: Any = self._modules["module"]  # as an attribute it takes ten times as long
+            # As an attribute it takes ten times as long.
+            module: Any = self._modules.get("module")
+            if module is None:
+                module = self.module
             if not self._samestep_runtime.can_watch:
                 args, kwargs = self._samestep_runtime.to_slot(module, args, kwargs)
             return module(*args, **kwargs)

@@ -1,20 +1,52 @@
-"""What a function or an object holds, one level down.
+"""Of what kind an object is, and what a function or an object holds, one level down.
 
-What it holds: a few questions to functions, closure cells and plain objects. Why: a replica's hooks
+What it holds: the kinds of objects that are never copied, and a few questions to functions, closure
+cells and plain objects. Why: a replica's hooks
 and lambdas must not go on pointing at the source module, so somebody has to see whether they do.
 Must not: know modules, or go further than one level.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
+import logging
 import types
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["EMPTY", "cell_content", "global_names", "referents"]
+import torch
+
+__all__ = [
+    "ATOMS",
+    "CONTAINERS",
+    "EMPTY",
+    "SHARED",
+    "SHARED_NAMES",
+    "cell_content",
+    "global_names",
+    "referents",
+    "set_state",
+]
+
+ATOMS: frozenset[type] = frozenset(
+    {
+        type(None), bool, int, float, complex, str, bytes, range, slice, type, type(...),
+        type(NotImplemented), types.BuiltinFunctionType, types.ModuleType, types.CodeType,
+        types.MethodDescriptorType, types.WrapperDescriptorType, types.GenericAlias, property,
+        torch.dtype, torch.layout, torch.memory_format, torch.Size,
+    }
+)  # fmt: skip
+# Never copied: they hold the training's state or data, or are identities of their own.
+SHARED = (
+    enum.Enum, type, logging.Logger, torch.optim.Optimizer, torch.utils.data.DataLoader,
+    torch.utils.data.Dataset, torch._C.Generator, types.GeneratorType,
+)  # fmt: skip
+# The same, by name: importing them would cost time, or they are private.
+SHARED_NAMES = {"torch.fx.graph.Graph", "torch._subclasses.fake_tensor.FakeTensor"}
+CONTAINERS = (dict, list, set, deque)
 
 EMPTY = object()  # the content of a closure cell without one
 
@@ -51,3 +83,15 @@ def global_names(code: types.CodeType) -> Iterable[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from global_names(constant)
+
+
+def set_state(copied: Any, state: Any) -> None:
+    """Give an object the state that ``__reduce_ex__`` told of another."""
+    if hasattr(copied, "__setstate__"):
+        copied.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    if attributes:
+        copied.__dict__.update(attributes)
+    for name, entry in (slots or {}).items():
+        object.__setattr__(copied, name, entry)

@@ -339,7 +339,11 @@ def _widths(num_values: int) -> tuple[int, ...]:
 def _may_absorb(left: Gradients, index: int, right: Gradients) -> bool:
     """Whether ``right``'s entry may be added to ``left``'s in place."""
     other = right[index]
-    return other is not None and _is_flat(other, left[index]) and is_sole(left, index)
+    own = left[index]
+    if own is None or other is None or not (_is_flat(own, other) and _is_flat(other, own)):
+        return False
+    del own
+    return is_sole(left, index)
 
 
 def _pick(values: Gradients, indices: Sequence[int]) -> Gradients:

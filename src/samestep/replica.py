@@ -128,8 +128,8 @@ class Replica:
             return model.follower.repeat(pattern, self._link, devices, leaves)
         follower = Follower(self.source, self._link, devices)
         for link in self.links.values():
-            if isinstance(link.source, nn.Parameter):
-                # What the user put on a parameter belongs to the replica's parameter too.
+            if isinstance(link.source, nn.Parameter) or link.source.__dict__:
+                # What the user put on a tensor belongs to the replica's too.
                 tags = link.source.__dict__
                 follower.add_cell(tags, link.copy.__dict__, link.path, link.source)
         return follower

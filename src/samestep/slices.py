@@ -344,7 +344,7 @@ def _write(memory: Tensor, run: _Run, values: Sequence[Tensor | None]) -> None:
         run.layout.view(memory, run.start).copy_(present[0])
         return
     into = memory[run.start : run.start + run.num_bytes].view(run.layout.dtype)
-    flat = [value.view(-1) for value in present]
+    flat = [value.reshape(-1) for value in present]  # it may have gaps, or be expanded
     if all(value.is_cpu for value in flat):
         torch.cat(flat, out=into)
         return

@@ -164,5 +164,5 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif type(value) is tuple:  # tuples are no cells: what they hold is held by their cell
+        elif isinstance(value, tuple):  # tuples are no cells: what they hold is held by their cell
             yield from _tensors(value)

@@ -14,6 +14,7 @@ Must not: know what a tensor's dims mean. This is the only door to ``torch.utils
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -114,7 +115,9 @@ def find_batch_type(value: Any) -> BatchType | None:
         for cls in own.__mro__:
             if cls in _batch_types:
                 return _batch_types[cls]
-    functions = find_graph_functions(own) if own.__module__.startswith("torch_geometric") else None
+    # Only where it was imported; its classes of batches are made, and name another module.
+    is_candidate = own.__module__ != "builtins" and "torch_geometric" in sys.modules
+    functions = find_graph_functions(own) if is_candidate else None
     return None if functions is None else BatchType(own, *functions)
 
 

@@ -117,7 +117,9 @@ class Wires:
             spun = time.monotonic() + _SPIN
             while not (ready := waiting.poll(0)) and time.monotonic() < spun:
                 os.sched_yield()
-            ready = ready or waiting.poll(max(deadline - time.monotonic(), 0) * 1e3)
+            ready = ready or waiting.poll(
+                min(max(deadline - time.monotonic(), 0) * 1e3, _LONGEST_WAIT)
+            )
             if not ready:
                 raise TimeoutError("no message came")
             # Sockets first: a rank may have ended after it said what it had to say.
@@ -201,4 +203,5 @@ _LONGEST = 1 << 14  # bytes of a message that goes through the socket itself
 # Seconds in which a rank looks again and again before it sleeps: where all have a core, to sleep
 # and be woken takes longer than the others need. Meanwhile whoever can run is let run.
 _SPIN = 0.0002
+_LONGEST_WAIT = (1 << 31) - 1  # milliseconds: poll(2) takes an int
 _PATIENCE = 5.0  # seconds in which a rank that has reached out, or is reached, is there
