@@ -936,3 +936,12 @@ def test_batches_are_counted_where_rows_are_not_known():
 def test_what_cannot_be_met_is_refused_at_once(options, error, text):
     with pytest.raises(error, match=text):
         map_batches(**{"model": nn.Identity().eval(), "loader": [], **options})
+
+
+def test_a_batch_that_was_unpacked_by_mistake_is_explained():
+    loader = [(torch.randn(3, 4), torch.zeros(3))]  # rows and labels
+    with pytest.raises(TypeError) as info:
+        list(map_batches(nn.Linear(4, 2).eval(), loader, replicas=2))
+    notes = " ".join(info.value.__notes__)
+    assert "a tuple of 2, was passed as so many arguments" in notes
+    assert "batch[0]" in notes

@@ -305,3 +305,11 @@ def test_a_wrapper_whose_module_was_deleted_says_so():
     del model.module
     with pytest.raises(AttributeError, match="module"):
         model(torch.ones(1, 2))
+
+
+def test_what_is_printed_names_every_option_that_is_not_the_default():
+    assert "recompute" not in repr(DataParallel(nn.Linear(2, 2), replicas=2))
+    model = DataParallel(nn.Linear(2, 2), replicas=2, dim=1, recompute=True, out_dims={"a": "sum"})
+    assert "dim=1" in repr(model)
+    assert "recompute=True" in repr(model)
+    assert "out_dims={'a': 'sum'}" in repr(model)

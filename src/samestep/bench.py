@@ -170,9 +170,10 @@ def advise(samples: Mapping[str, Sequence[float]], tuned: Mapping[str, Sequence[
         lines.append(f"{says} samestep.tune_cpu() at the top: {tuning} times as fast after it")
     for name in samples:
         if name.endswith(_RECOMPUTE):
-            cost = ratio(samples, name, name.removesuffix(_RECOMPUTE))
+            kept = name.removesuffix(_RECOMPUTE)
             lines.append(
-                f"recompute=True runs at {cost} of the speed: for batches that do not fit otherwise"
+                f"recompute=True runs at {ratio(samples, name, kept)} of the speed of {kept}: for "
+                f"batches that do not fit otherwise"
             )
     return Advice(baseline, best, ratio(samples, best, baseline), tuning, tuple(lines))
 

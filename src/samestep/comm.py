@@ -299,7 +299,7 @@ class Comm:
                 f"(every rank must make the same calls)"
             )
         else:
-            fact = f"{names} ended or died; its own output has the reason"
+            fact = f"{names} ended or died; its own output has the reason. {_MSG_FEWER}"
         self._dead = f"rank {self.rank} was at {_show(kind)}, but {fact}"
         # Whoever still waits for this rank gets an error at once, not only after its time-out.
         self._gloo = None
@@ -371,6 +371,7 @@ class Comm:
 
 _BYTE = torch.uint8
 _ALIGN = 64  # bytes: each tensor of a bulk begins at a multiple of this
+_MSG_FEWER = "If not: has it fewer batches, or is a call inside `if samestep.is_main():`?"
 _MSG_FORKED = "this process was forked from a rank and is none; call wrapper.module here instead"
 _PATIENCE = 2.0  # seconds in which ranks that lost another one tell each other so
 

@@ -263,7 +263,14 @@ def _len(loader: Iterable[Any]) -> int | None:
 def _call(model: Any, batch: Any) -> Any:
     """Hand a batch to a model the way most loaders and models understand each other."""
     if type(batch) in (tuple, list):  # not what is derived from them, such as a PackedSequence
-        return model(*batch)
+        try:
+            return model(*batch)
+        except TypeError as error:
+            error.add_note(
+                f"the batch, a {type(batch).__name__} of {len(batch)}, was passed as so many "
+                f"arguments; call=lambda model, batch: model(batch[0]) passes the first alone"
+            )
+            raise
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch)

@@ -264,6 +264,7 @@ class DataParallel(Wrapper):
         """What is shown by ``print(model)`` beside the module."""
         kinds = [str(slot.device) for slot in self.slots]
         text = f"slots=[{', '.join(kinds)}], split={self._samestep_options.split!r}"
+        text += self._samestep_options.describe()
         if self._samestep_is_open:
             return f"replicas='auto', {text}"
         return text if self.choice is None else f"{text}, chosen: {self.choice}"

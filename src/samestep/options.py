@@ -84,6 +84,11 @@ class Options:
         check_in_dims(self.in_dims)
         check_out_dims(self.out_dims)
 
+    def describe(self) -> str:
+        """The options that are not what they are by default, for ``print(model)``."""
+        said = {name: getattr(self, name) for name in _DEFAULTS}
+        return "".join(f", {k}={v!r}" for k, v in said.items() if v != _DEFAULTS[k])
+
     def _check_graphs(self) -> None:
         kinds = {slot.device.type for slot in self.slots}
         if "cuda" not in kinds:
@@ -102,3 +107,22 @@ class Options:
                 f"cuda_graphs=True is there for one process, and there are {self.num_ranks} ranks; "
                 f"leave it out"
             )
+
+
+# ---------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------
+
+_DEFAULTS: dict[str, Any] = {
+    "dim": 0,
+    "in_dims": None,
+    "out_dims": None,
+    "reduction": "mean",
+    "sync_batch_norm": False,
+    "recompute": False,
+    "eager_backward": False,
+    "cuda_graphs": False,
+    "threads_per_replica": 1,
+    "workers": None,
+    "batch": "global",
+}
