@@ -582,3 +582,18 @@ def test_what_is_far_is_sent_as_one_flat_transfer_per_dtype(monkeypatch):
     for target, source, version in zip(targets, sources, before, strict=True):
         assert torch.equal(target, source)
         assert target._version > version
+
+
+def test_few_large_copies_are_renewed_each_by_itself(monkeypatch):
+    monkeypatch.setattr("samestep.copies._LARGE", 1)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))  # with gaps between the copies
+    replicas, slots = ReplicaSet(share=False), [Slot(0, torch.device("cpu"))]
+    replicas.refresh(net, slots)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.normal_()
+    (replica,) = replicas.refresh(net, slots)
+    for own, parameter in zip(replica.module.parameters(), net.parameters(), strict=True):
+        assert torch.equal(own, parameter)
+        assert own.data_ptr() % 64 == 0
+        assert own.data_ptr() != parameter.data_ptr()

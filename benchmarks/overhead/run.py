@@ -60,8 +60,7 @@ def measure_passing_through(options, findings):
     findings.samples["mlp"] = samples
     pairs = zip(samples["one slot"], samples["plain"], strict=True)
     value = median_ratio([(own / theirs - 1) * 100 for own, theirs in pairs])
-    ms = single(samples, "plain").middle
-    findings.add(f"one slot, a step of {ms:.1f} ms", value, target=1, goal="<= 0.5", unit="%")
+    findings.add("one slot, a step of mlp", value, target=1, goal="<= 0.5", unit="%")
 
 
 def measure_looking(options, findings):

@@ -61,6 +61,11 @@ class Flat:
             size += count + -count % unit
         self.num_tensors = len(sources)
         self._memory = torch.empty(size, dtype=first.dtype, device=device)
+        # Few large tensors: each by itself is copied faster than joined.
+        self._pieces: list[Tensor] = []
+        if size >= _LARGE * len(sources):
+            counts = list(map(Tensor.numel, self._rows))
+            self._pieces = list(self._memory.split(counts))
         self.views = [
             self._memory.as_strided(source.shape, source.stride(), start).data
             for source, start in zip(sources, starts, strict=True)
@@ -72,6 +77,8 @@ class Flat:
         here, there = self._rows[0].device, self._memory.device
         if is_far(here, there):
             self._memory.copy_(send_rows(self._rows, there))
+        elif self._pieces:
+            torch._foreach_copy_(self._pieces, self._rows)
         else:
             torch.cat(self._rows, out=self._memory)
 
@@ -197,6 +204,7 @@ class Copies:
 # ---------------------------------------------------------------------------
 
 _get_version = operator.attrgetter("_version")
+_LARGE = 1 << 18  # entries of a tensor on average
 _STILL = torch.zeros(())  # in the place of a tensor without a version
 
 
