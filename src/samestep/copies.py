@@ -65,7 +65,7 @@ class Flat:
         self._pieces: list[Tensor] = []
         if size >= _LARGE * len(sources):
             counts = list(map(Tensor.numel, self._rows))
-            self._pieces = list(self._memory.split(counts))
+            self._pieces = list(torch.split(self._memory, counts))
         self.views = [
             self._memory.as_strided(source.shape, source.stride(), start).data
             for source, start in zip(sources, starts, strict=True)
