@@ -921,6 +921,16 @@ def children_end(group):
     return comm.exchange("go on", comm.rank)
 
 
+def wait_in_vain(comm):
+    """Wait for a rank that does not answer: for how long, and what is said of it."""
+    start = time.monotonic()
+    try:
+        comm.exchange("waiting", None)
+    except samestep.RankError as error:
+        return time.monotonic() - start, str(error)
+    return None
+
+
 def orphan(group):
     """Rank 1 dies, but a child that it forked has its sockets; what the others see, and when."""
     comm = find_comm(group)
@@ -933,12 +943,7 @@ def orphan(group):
                     os.close(descriptor)
             time.sleep(8)
         os._exit(9)
-    start = time.monotonic()
-    try:
-        comm.exchange("waiting", None)
-    except samestep.RankError as error:
-        return time.monotonic() - start, str(error)
-    return None
+    return wait_in_vain(comm)
 
 
 class Double(nn.Module):
@@ -1032,9 +1037,4 @@ def stopped_host(group):
             os._exit(0)
         os.kill(starter, signal.SIGSTOP)
         os.wait()
-    start = time.monotonic()
-    try:
-        comm.exchange("waiting", None)
-    except samestep.RankError as error:
-        return time.monotonic() - start, str(error)
-    return None
+    return wait_in_vain(comm)
