@@ -104,6 +104,11 @@ def test_one_slot_adds_a_handful_of_calls():
     assert count_calls(model, evaluation(model)).total() <= 3
 
 
+def test_clearing_gradients_costs_what_it_costs_inside():
+    model = DataParallel(make_deep(), replicas=1)
+    assert count_here(model.zero_grad).total() <= 2
+
+
 @pytest.mark.parametrize(
     ("kind", "num_replicas", "bound"),
     [(evaluation, 2, 175), (evaluation, 4, 220), (training, 2, 370), (training, 4, 515)],
