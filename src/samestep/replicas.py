@@ -21,8 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -36,8 +35,7 @@ from samestep.snapshot import Snapshot
 __all__ = ["ReplicaSet", "ReplicaStats"]
 
 
-@dataclass(frozen=True)
-class ReplicaStats:
+class ReplicaStats(NamedTuple):
     """What a :class:`ReplicaSet` did since it was made.
 
     Attributes:
