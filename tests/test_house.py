@@ -23,8 +23,8 @@ LAYERS = [
     ("bytes from rank to rank", "gloo wires"),
     (
         "one idea each",
-        "plan join reduce rng context workers lookahead comm follow graphs links timing wrapper "
-        "randomness plain sealed recording",
+        "pace plan join reduce rng context workers lookahead comm follow graphs links timing "
+        "wrapper randomness plain sealed recording",
     ),
     ("how shards meet, how ranks do", "group rendezvous"),
     (
