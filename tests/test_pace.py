@@ -9,9 +9,12 @@ from test_engine import CPU, make_jobs
 from torch import nn
 
 from samestep import DataParallel
+from samestep.comm import ALONE
 from samestep.context import CallerContext
 from samestep.engine import ThreadEngine
-from samestep.pace import Mode, Pace
+from samestep.pace import Mode, Pace, _Kind
+from samestep.ranks import open_call
+from samestep.split import plan_split
 
 
 class Machine:
@@ -87,6 +90,20 @@ def test_kinds_are_found_out_each_for_itself_and_do_not_grow_without_bound():
     for number in range(5000):
         assert pace.choose(number) is Mode.WORKERS
     assert len(pace._kinds) <= 1024
+
+
+def test_threads_that_share_it_take_turns(monkeypatch):
+    machine, held = Machine(workers=1.0, busy=0.9, alone=0.8), []
+    for name in ("choose", "note_workers", "note_alone"):
+        method = getattr(_Kind, name)
+
+        def noted(*args, method=method):
+            held.append((method.__name__, machine.pace._lock.locked()))
+            return method(*args)
+
+        monkeypatch.setattr(_Kind, name, noted)
+    machine.run(20)
+    assert {*held} == {("choose", True), ("note_workers", True), ("note_alone", True)}
 
 
 # -- The engine ------------------------------------------------------------------------------------
@@ -212,3 +229,15 @@ def test_equal_calls_are_one_kind_and_others_are_not():
     assert kinds(lambda: train(8), lambda: train(8)) == 2  # forward, backward
     assert kinds(lambda: train(8), lambda: call(8)) == 3
     assert kinds(lambda: train(8), model.eval, lambda: train(8)) == 4
+
+
+def test_a_call_under_another_name_is_the_same_kind_and_is_not_found_out_again():
+    options = DataParallel(nn.Linear(4, 2), replicas=2)._samestep_options
+    plan = plan_split((torch.randn(8, 4),), {}, num_slots=2)
+    call = open_call(ALONE, options, plan, "", None)
+    one, other = call.named("Linear (wrapper 0)#1"), call.named("Linear (wrapper 0)#2")
+    assert one.kind is other.kind is call.kind
+    assert one.shards is other.shards
+    assert one.own_rows is other.own_rows
+    assert (one.spread.number, other.spread.number) == (1, 2)
+    assert open_call(ALONE, options, plan, "", None).kind is not call.kind

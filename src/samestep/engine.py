@@ -96,10 +96,12 @@ class Engine(abc.ABC):
 
     Args:
         num_threads: intra-op threads of each shard on the CPU; None leaves the caller's setting.
+        workers: the pool to lease threads from.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, *, workers: WorkerPool = pool) -> None:
         self._num_threads = num_threads
+        self._pool = workers
 
     def run(
         self,
@@ -201,7 +203,7 @@ class Engine(abc.ABC):
             return run
 
         mine, *others = [member(index) for index in range(len(jobs))]
-        pool.run(mine, others)
+        self._pool.run(mine, others)
 
     def _attempt(self, job: Job, context: CallerContext, outcome: _Outcome) -> bool:
         """Run one job; False if the user asked to stop (Ctrl-C, SystemExit)."""
@@ -258,9 +260,8 @@ class ThreadEngine(Engine):
         num_workers: int | None = None,
         workers: WorkerPool = pool,
     ) -> None:
-        super().__init__(num_threads)
+        super().__init__(num_threads, workers=workers)
         self._num_workers = num_workers or count_cores()
-        self._pool = workers
         self._pace = Pace() if num_workers is None else None
         self._planned: tuple[Any, list[list[int]]] | None = None
 

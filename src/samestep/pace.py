@@ -19,7 +19,7 @@ Must not: know what the work is.
 from __future__ import annotations
 
 import enum
-import statistics
+import threading
 from collections.abc import Hashable, Sequence
 
 __all__ = ["Mode", "Pace"]
@@ -36,15 +36,17 @@ class Mode(enum.Enum):
 class Pace:
     """What was found out about each kind of work.
 
-    Threads may share it: what two of them note at one time spoils a measurement, never a result.
+    Threads may share it: backwards run in whichever thread asks for them.
     """
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
+        self._lock = threading.Lock()
 
     def choose(self, kind: Hashable) -> Mode:
         """Say how the next run of this kind is done; tell what came of it, but for WORKERS."""
-        return self._find(kind).choose()
+        with self._lock:
+            return self._find(kind).choose()
 
     def note_workers(self, kind: Hashable, seconds: float, busy: Sequence[float]) -> None:
         """Tell what a run of :attr:`Mode.WATCHED` took.
@@ -54,11 +56,13 @@ class Pace:
             seconds: until all shards had ended.
             busy: processor time of each worker that took part, in seconds.
         """
-        self._find(kind).note_workers(seconds, sum(busy))
+        with self._lock:
+            self._find(kind).note_workers(seconds, sum(busy))
 
     def note_alone(self, kind: Hashable, seconds: float) -> None:
         """Tell what a run of :attr:`Mode.ALONE` took."""
-        self._find(kind).note_alone(seconds)
+        with self._lock:
+            self._find(kind).note_alone(seconds)
 
     def _find(self, kind: Hashable) -> _Kind:
         found = self._kinds.get(kind)
@@ -92,7 +96,7 @@ class _Kind:
         self._busy.append(busy)
         if len(self._seconds) < _LOOKS:
             return
-        if statistics.median(self._busy) > _BUSY * statistics.median(self._seconds):
+        if _median(self._busy) > _BUSY * _median(self._seconds):
             self._settle(is_alone=False)
 
     def note_alone(self, seconds: float) -> None:
@@ -103,11 +107,11 @@ class _Kind:
                 self._rest = 0
             return
         self._alone.append(seconds)
-        on_workers = statistics.median(self._seconds)
+        on_workers = _median(self._seconds)
         if seconds > _SLOW * on_workers:
             self._settle(is_alone=False)
         elif len(self._alone) >= _LOOKS:
-            self._usual = statistics.median(self._alone)
+            self._usual = _median(self._alone)
             self._settle(is_alone=self._usual < on_workers)
 
     def _settle(self, *, is_alone: bool) -> None:
@@ -118,6 +122,11 @@ class _Kind:
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
 
 _NUM_KINDS = 1024
 _FIRST = 4  # the first runs of a kind fill caches and memory

@@ -39,16 +39,20 @@ class Call:
         cut: how this rank's arguments are cut; None if they have no rows.
         spread: who has which shards.
         slots: where each shard runs.
+        kind: stands for all equal calls, which take about as long.
     """
 
     plan: SplitPlan
     cut: SplitPlan | None
     spread: Spread
     slots: tuple[Slot, ...]
+    kind: object = dataclasses.field(default_factory=object)
 
     def named(self, name: str) -> Call:
         """The same call, under another name."""
-        call = copy.copy(self)  # with what it has found out already
+        # Found out once, for all copies.
+        _ = self.shards, self.places, self.own_rows, self.output_rows
+        call = copy.copy(self)
         what, number = _name_place(name, self.plan)
         spread = dataclasses.replace(self.spread, place=what, number=number)
         object.__setattr__(call, "spread", spread)
@@ -58,11 +62,6 @@ class Call:
     def shards(self) -> list[Shard]:
         """The shards, as forward may ask for them."""
         return make_shards([slot.device for slot in self.slots], self.rows)
-
-    @cached_property
-    def kind(self) -> object:
-        """Stands for all equal calls: they take about as long."""
-        return object()
 
     @cached_property
     def places(self) -> list[int]:
