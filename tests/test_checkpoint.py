@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samestep
-from samestep import checkpoint, handover, load, save, sealed, split_loader
+from samestep import checkpoint, comm, handover, load, save, sealed, split_loader
 from samestep.errors import RankError
 from samestep.plain import to_plain
 from samestep.randomness import (
@@ -491,13 +491,13 @@ class Crash(BaseException):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-@pytest.mark.parametrize("place", range(9))
+@pytest.mark.parametrize("place", range(10))
 def test_a_crash_between_any_two_actions_on_files_loses_nothing(files, monkeypatch, place, damaged):
     """The process stops dead before its n-th action: nothing happens later, no cleaning up."""
     if damaged:
         flip(files, 400)
     sealed._whole.clear()  # the old file is read, to see whether it may be kept
-    count, num_actions = [0], 7 if damaged else 8
+    count, num_actions = [0], 8 if damaged else 9
 
     def stopping(action):
         def act(*args, **kwargs):
@@ -534,16 +534,37 @@ def test_a_crash_between_any_two_actions_on_files_loses_nothing(files, monkeypat
 NO_STATE = {"accelerators": {}}
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_litter(files, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+def full_disk(*args):
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sealed.os, "fsync", full)
+
+def test_a_full_disk_leaves_the_old_file_and_no_litter(files, monkeypatch):
+    monkeypatch.setattr(sealed.os, "fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
         save(files, step=3)
     monkeypatch.undo()
     assert load(files)["step"] == 2
     assert len(list(files.parent.iterdir())) == 2
+
+
+def test_a_file_that_a_crash_left_beside_is_safe_from_the_next_failure(tmp_path, monkeypatch):
+    """The first save died before its renaming: what it wrote is all there is."""
+    path = tmp_path / "last.pt"
+
+    def crash(*args):
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed.os, "replace", crash)
+        with pytest.raises(Crash):
+            save(path, step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed.os, "fsync", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            save(path, step=2)
+    assert load(path) == {"step": 1}
+    save(path, step=3)
+    assert load(path) == {"step": 3}
 
 
 def run_python(code, *arguments, **kwargs):
@@ -656,6 +677,18 @@ def test_an_error_in_the_background_is_raised_once_where_the_script_comes_next(t
     assert load(good) == {"step": 2}
 
 
+def test_whatever_ends_the_writing_is_raised(tmp_path, monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def end(*args):
+        raise Ended
+
+    monkeypatch.setattr(checkpoint, "write_sealed", end)
+    with pytest.raises(Ended):
+        save(tmp_path / "last.pt", step=1)
+
+
 @pytest.mark.slow
 @pytest.mark.spmd
 def test_a_script_that_ends_waits_for_its_checkpoint_and_prints_what_went_wrong(tmp_path):
@@ -743,6 +776,8 @@ class End:
         told = list(self.line.values)
         self.line.barrier.wait()
         assert {said for said, _ in told} == {kind}
+        if not isinstance(value, comm.Failure):
+            comm._check_failures([comm.Message(*said, 0, False) for said in told])
         return [value for _, value in told]
 
     def gather(self, kind, value, tensors):
@@ -779,7 +814,7 @@ def test_every_rank_learns_that_rank_0_could_not_write(tmp_path, monkeypatch, ba
     found = line.run(work)
     assert isinstance(found[0], FileNotFoundError)
     assert isinstance(found[1], RankError)
-    assert "rank 0 failed to save: FileNotFoundError" in str(found[1])
+    assert "rank 0 failed at 'save': FileNotFoundError" in str(found[1])
 
 
 def test_when_one_rank_refuses_all_ranks_put_back(tmp_path, monkeypatch):
@@ -788,7 +823,7 @@ def test_when_one_rank_refuses_all_ranks_put_back(tmp_path, monkeypatch):
     targets = [nn.Linear(3, 2), nn.Linear(4, 4)]
     before = [target.weight.clone() for target in targets]
     found = line.run(lambda rank: load(tmp_path / "last.pt", model=targets[rank]))
-    assert "rank 1 failed to load: RuntimeError" in str(found[0])
+    assert "rank 1 failed at 'load': RuntimeError" in str(found[0])
     assert "size mismatch" in str(found[1])
     assert all(map(torch.equal, before, (target.weight for target in targets)))
 

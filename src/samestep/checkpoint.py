@@ -141,7 +141,7 @@ class PendingSave:
 
     def __init__(self, content: Any, path: Path, comm: Comm) -> None:
         self._content, self._path, self._comm = content, path, comm
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._is_settled = False
         # Not a daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._write, name="samestep-save")
@@ -151,7 +151,7 @@ class PendingSave:
     def _write(self) -> None:
         try:
             write_sealed(self._content, self._path)
-        except Exception as error:
+        except BaseException as error:  # of this thread, which nobody would hear of
             self._failure = error
         finally:
             self._content = None  # the snapshot's memory is free again

@@ -9,6 +9,8 @@ Guarantees:
 - The error of the lowest failing shard is raised: the object itself, with its own traceback and a
   note that says where; the other failures are notes on it. The next run works.
 - With fewer workers than shards, each worker runs a contiguous run of shards in turn.
+- Unless the caller said how many workers, the calling thread runs all shards where it is faster
+  alone (see :mod:`samestep.pace`); no bit depends on it.
 Must not: know what a job does.
 """
 
@@ -16,7 +18,8 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -35,6 +38,7 @@ from samestep.context import (
 from samestep.devices import count_cores
 from samestep.errors import note_shard
 from samestep.group import Group, Meet
+from samestep.pace import Mode, Pace
 from samestep.rng import Stream, current_stream, set_current_stream, use_stream
 from samestep.workers import WorkerPool, pool
 
@@ -92,10 +96,12 @@ class Engine(abc.ABC):
 
     Args:
         num_threads: intra-op threads of each shard on the CPU; None leaves the caller's setting.
+        workers: the pool to lease threads from.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, *, workers: WorkerPool = pool) -> None:
         self._num_threads = num_threads
+        self._pool = workers
 
     def run(
         self,
@@ -105,6 +111,7 @@ class Engine(abc.ABC):
         together: bool = False,
         meet: Meet | None = None,
         inline: torch.device | None = None,
+        kind: Hashable = None,
     ) -> list[Any]:
         """Run all jobs and return their values in shard order.
 
@@ -114,6 +121,7 @@ class Engine(abc.ABC):
             together: the shards exchange values while they run (see :mod:`samestep.group`).
             meet: then, how values of other processes' shards are had; None if there are none.
             inline: a device whose jobs must run in the calling thread.
+            kind: of work: runs of one kind are thought to take alike. None: nothing is known.
 
         Raises:
             BaseException: whatever the lowest failing shard raised.
@@ -125,7 +133,7 @@ class Engine(abc.ABC):
             if together and (len(jobs) > 1 or (jobs and meet is not None)):
                 self._run_together(jobs, context, outcomes, meet)
             elif jobs:
-                self._run(jobs, context, outcomes, inline)
+                self._run(jobs, context, outcomes, inline, kind)
             _raise_first(jobs, outcomes)
             return [outcome.value for outcome in outcomes]
         except BaseException:  # Ctrl-C above all; raised again as it is
@@ -145,6 +153,7 @@ class Engine(abc.ABC):
         context: CallerContext,
         outcomes: list[_Outcome],
         inline: torch.device | None,
+        kind: Hashable,
     ) -> None:
         """Fill ``outcomes``; must not raise what a job raised."""
 
@@ -194,7 +203,7 @@ class Engine(abc.ABC):
             return run
 
         mine, *others = [member(index) for index in range(len(jobs))]
-        pool.run(mine, others)
+        self._pool.run(mine, others)
 
     def _attempt(self, job: Job, context: CallerContext, outcome: _Outcome) -> bool:
         """Run one job; False if the user asked to stop (Ctrl-C, SystemExit)."""
@@ -225,6 +234,7 @@ class SerialEngine(Engine):
         context: CallerContext,
         outcomes: list[_Outcome],
         inline: torch.device | None,
+        kind: Hashable,
     ) -> None:
         for job, outcome in zip(jobs, outcomes, strict=True):
             if not self._attempt(job, context, outcome):
@@ -236,7 +246,8 @@ class ThreadEngine(Engine):
 
     Args:
         num_threads: intra-op threads of each shard on the CPU.
-        num_workers: threads for CPU shards; None: one per core that this process may use now.
+        num_workers: threads for CPU shards; None: one per core that this process may use now, or
+            the calling thread alone where that is faster.
         workers: the pool to lease them from.
     """
 
@@ -249,9 +260,9 @@ class ThreadEngine(Engine):
         num_workers: int | None = None,
         workers: WorkerPool = pool,
     ) -> None:
-        super().__init__(num_threads)
+        super().__init__(num_threads, workers=workers)
         self._num_workers = num_workers or count_cores()
-        self._pool = workers
+        self._pace = Pace() if num_workers is None else None
         self._planned: tuple[Any, list[list[int]]] | None = None
 
     @property
@@ -270,19 +281,41 @@ class ThreadEngine(Engine):
         context: CallerContext,
         outcomes: list[_Outcome],
         inline: torch.device | None,
+        kind: Hashable,
     ) -> None:
         if has_modes():
             runs = [list(range(len(jobs)))]  # see [Note: modes] in context.py
         else:
             runs = self._plan_runs(tuple([job.shard.device for job in jobs]), inline)
+        mode = Mode.WORKERS
+        if self._pace is not None and kind is not None and len(runs) > 1:
+            mode = self._pace.choose(kind)
 
         def work(run: list[int]) -> None:
             for index in run:
                 if not self._attempt(jobs[index], context, outcomes[index]):
                     return
 
-        mine, *others = [partial(work, run) for run in runs]
+        if mode is Mode.WORKERS:
+            mine, *others = [partial(work, run) for run in runs]
+            self._pool.run(mine, others)
+        else:
+            self._run_timed(mode, work, runs, kind)
+
+    def _run_timed(
+        self, mode: Mode, work: Callable[[list[int]], None], runs: list[list[int]], kind: Hashable
+    ) -> None:
+        """Run the shards and tell the pace what they took."""
+        assert self._pace is not None
+        start = time.perf_counter()
+        if mode is Mode.ALONE:
+            work(list(itertools.chain(*runs)))
+            self._pace.note_alone(kind, time.perf_counter() - start)
+            return
+        busy: list[float] = []
+        mine, *others = [partial(_watch, busy, work, run) for run in runs]
         self._pool.run(mine, others)
+        self._pace.note_workers(kind, time.perf_counter() - start, busy)
 
     def _plan_runs(
         self, devices: tuple[torch.device, ...], inline: torch.device | None
@@ -326,6 +359,13 @@ def plan_runs(
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+
+def _watch(busy: list[float], work: Callable[[list[int]], None], run: list[int]) -> None:
+    """Do the work, and note the processor time that this thread took for it."""
+    start = time.thread_time()
+    work(run)
+    busy.append(time.thread_time() - start)
 
 
 def _raise_first(jobs: Sequence[Job], outcomes: Sequence[_Outcome]) -> None:

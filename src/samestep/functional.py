@@ -12,7 +12,7 @@ Must not: keep state between calls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -271,6 +271,7 @@ def make_runner(
     home: torch.device | None = None,
     lock: threading.RLock | None = None,
     spread: Spread | None = None,
+    kind: Hashable = None,
 ) -> Runner:
     """Say how the shards of one call are run: those of ``spread`` that are here."""
     source = draws or Draws()
@@ -286,6 +287,7 @@ def make_runner(
         home=home or shards[0].device,
         lock=lock or threading.RLock(),
         spread=spread,
+        kind=kind,
     )
 
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from samestep.comm import Comm, Failure
-from samestep.errors import RankError
 from samestep.sealed import DamagedError, find_candidates, read_sealed
 from samestep.segments import open_bytes
 
@@ -98,9 +97,6 @@ def wait_together(comm: Comm, thread: threading.Thread) -> None:
 def agree(comm: Comm, kind: str, failure: BaseException | None) -> None:
     """Raise on every rank if one has failed: its own error there, its text elsewhere."""
     own = None if failure is None else Failure(f"{type(failure).__name__}: {failure}")
-    told = comm.exchange(f"{kind} outcome", own)
+    comm.exchange(kind, own)  # raises where another one has failed
     if failure is not None:
         raise failure
-    for rank, said in enumerate(told):
-        if isinstance(said, Failure):
-            raise RankError(f"rank {rank} failed to {kind}: {said.text}")

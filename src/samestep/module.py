@@ -69,8 +69,8 @@ class DataParallel(Wrapper):
         cuda_graphs: capture forward and backward of a shard as CUDA graphs, where that is sure to
             change nothing, and replay them for calls of the same form. Never run on an accelerator
             by its authors: see docs/guide.md.
-        workers: threads that run CPU slots; None: one per core that this process may use. It does
-            not change a bit.
+        workers: threads that run CPU slots; None: one per core that this process may use, or the
+            calling thread alone where that was measured to be faster. It does not change a bit.
         batch: with several ranks: ``"global"``, every rank passes the whole batch and gets the
             whole output; ``"local"``, each passes its own rows (see ``split_loader``) and gets
             theirs. What is 0-dim, such as a loss, is about the whole batch either way.

@@ -39,16 +39,20 @@ class Call:
         cut: how this rank's arguments are cut; None if they have no rows.
         spread: who has which shards.
         slots: where each shard runs.
+        kind: stands for all equal calls, which take about as long.
     """
 
     plan: SplitPlan
     cut: SplitPlan | None
     spread: Spread
     slots: tuple[Slot, ...]
+    kind: object = dataclasses.field(default_factory=object)
 
     def named(self, name: str) -> Call:
         """The same call, under another name."""
-        call = copy.copy(self)  # with what it has found out already
+        # Found out once, for all copies.
+        _ = self.shards, self.places, self.own_rows, self.output_rows
+        call = copy.copy(self)
         what, number = _name_place(name, self.plan)
         spread = dataclasses.replace(self.spread, place=what, number=number)
         object.__setattr__(call, "spread", spread)

@@ -8,7 +8,7 @@ engine. Must not: know what the functions do that it runs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class Runner:
         home: the device of the source module.
         lock: held while leaves of the replicas accumulate gradients.
         spread: which ranks have the call's shards; ``shards`` are this rank's.
+        kind: what calls that take about as long have in common; None: nothing is known.
     """
 
     engine: Engine
@@ -46,10 +47,11 @@ class Runner:
     home: torch.device
     lock: threading.RLock
     spread: Spread
+    kind: Hashable = None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run one function per shard, in the caller's context; return the values in order."""
-        return self._run(functions, self.streams, self.drawing, None)
+        return self._run(functions, self.streams, self.drawing, None, "forward")
 
     def run_backward(
         self, functions: Sequence[Callable[[], Any]], inline: torch.device | None, draws: Draws
@@ -57,9 +59,9 @@ class Runner:
         """Run the shards' backwards; ``inline`` is a device whose shards must run in this
         thread, ``draws`` comes from :meth:`backward_draws`."""
         if draws is self.draws:
-            return self._run(functions, self.streams, self.drawing, inline)
+            return self._run(functions, self.streams, self.drawing, inline, "backward")
         streams = [Stream(draws, shard.index) for shard in self.shards]
-        return self._run(functions, streams, "intercept", inline)
+        return self._run(functions, streams, "intercept", inline, "backward")
 
     def backward_draws(self) -> Draws:
         """The source of seeds for one backward."""
@@ -75,6 +77,7 @@ class Runner:
         streams: Sequence[Stream],
         drawing: Any,
         inline: torch.device | None,
+        phase: str,
     ) -> list[Any]:
         jobs = [
             Job(shard, function, stream, drawing)
@@ -87,4 +90,5 @@ class Runner:
             together=self.together,
             meet=None if self.spread.is_alone else self.spread.meet,
             inline=inline,
+            kind=None if self.kind is None else (phase, self.kind),
         )

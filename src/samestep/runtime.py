@@ -89,17 +89,16 @@ class Runtime:
 
             self.captures = Captures()
         self.mirror = Mirror()
-        self.serial: Engine = SerialEngine(options.threads_per_replica)
-        self.threads: Engine = ThreadEngine(
-            options.threads_per_replica, num_workers=options.workers
-        )
+        count = options.threads_per_replica
+        self.serial: Engine = SerialEngine(count)
+        self.threads: Engine = ThreadEngine(count, num_workers=options.workers)
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
         # Plans with a shard of one row that a BatchNorm refused: these rows are joined.
         self.refused: set[tuple[SplitPlan, bool]] = set()
         self.number: int | None = None
         self.num_calls = 0
-        # By id of their plans, and the rows of all ranks; see _open.
-        self._calls: dict[tuple[int, Any], tuple[SplitPlan, Call]] = {}
+        # By id of their plans, the rows of all ranks and the method; see _open.
+        self._calls: dict[tuple[int, Any, str | None], tuple[SplitPlan, Call]] = {}
         _runtimes.add(self)
         self.can_watch = all(slot.device.type == "cpu" for slot in options.slots)
 
@@ -170,12 +169,13 @@ class Runtime:
         name = "" if self.comm.num_ranks == 1 else self._name_call(module, method)
         counts = tell_rows(self.comm, self.options, plan, name)
         # Plans are kept by the shapes of the arguments, and so is what follows from them alone.
-        found = self._calls.get((id(plan), counts))
+        key = id(plan), counts, method
+        found = self._calls.get(key)
         if found is None or found[0] is not plan:
             if len(self._calls) >= _NUM_CALLS:
                 self._calls.clear()
             call = open_call(self.comm, self.options, plan, name, counts)
-            found = self._calls[id(plan), counts] = plan, call
+            found = self._calls[key] = plan, call
         call = found[1].named(name) if name else found[1]
         if self.refused and (call.plan, module.training) in self.refused:
             call = join_rows_within(call, self.comm, self.options, name) or call
@@ -345,7 +345,6 @@ class Runtime:
         return f"{len(options.slots)} slots, buffers={buffers}, {said}"
 
     def _runner(self, module: nn.Module, call: Call, trial: Trial, home: torch.device) -> Runner:
-        options = self.options
         is_serial = (
             self.habits.must_take_turns((call.plan, torch.is_grad_enabled()))
             or is_serial_forced()
@@ -356,11 +355,12 @@ class Runtime:
             call.shards,
             drawing=trial.drawing,
             together=self.habits.is_together
-            or (options.sync_batch_norm and has_batch_norm(module)),
+            or (self.options.sync_batch_norm and has_batch_norm(module)),
             draws=trial.draws,
             home=home,
             lock=self.replicas.lock,
             spread=call.spread,
+            kind=(call.kind, module.training, torch.is_grad_enabled()) if self.can_watch else None,
         )
 
     def plan(self, module: nn.Module, method: str | None, args: Any, kwargs: Any) -> SplitPlan:

@@ -86,6 +86,8 @@ def write_sealed(value: Any, path: Path) -> None:
     path = _follow(path)
     check_place(path)
     writing = _writing(path)
+    if _is_only_one(writing, path):
+        os.replace(writing, path)  # where a failure of what follows cannot take it
     try:
         with writing.open("wb") as file:
             sealing = _Sealing(file)
@@ -129,13 +131,18 @@ def check_place(path: Path) -> None:
 
 def _may_be_kept(path: Path) -> bool:
     """Is a file better than the one before it? A damaged one must not take a whole one's place."""
-    if not _previous(path).exists():
-        return True
+    return not _previous(path).exists() or _is_whole(path)
+
+
+def _is_only_one(writing: Path, path: Path) -> bool:
+    """Whether a save that died before its renaming left the newest whole file behind."""
+    return _is_whole(writing) and not _is_whole(path)
+
+
+def _is_whole(path: Path) -> bool:
     try:
         with path.open("rb") as file:
-            if _identify(file) in _whole:
-                return True
-            return _has_seal(file)
+            return _identify(file) in _whole or _has_seal(file)
     except OSError:
         return False
 
