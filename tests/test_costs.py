@@ -227,7 +227,7 @@ def test_looking_for_changes_takes_few_calls_and_asks_no_tensor_alone():
             with make_mode():
                 names = count_here(model.refresh)
         assert "Stamps._look" not in names
-        assert names.total() <= 15, names
+        assert names.total() <= 10, names
 
 
 def test_a_module_without_parameters_has_no_more_to_look_at_than_its_containers():
