@@ -78,7 +78,7 @@ class Snapshot:
             if not self._counting.is_current():
                 return False
             self._counts = counts
-        return not self._others or all(part.is_current() for part in self._others)
+        return all(map(_Part.is_current, self._others))
 
     def changed(self) -> list[int]:
         """Return the indices of the cells that changed."""
@@ -131,11 +131,14 @@ class _Part:
         self._stops: list[int] = []
 
     def is_current(self) -> bool:
-        return (
-            list(map(len, self.cells)) == self._sizes
-            and all(map(operator.is_, chain.from_iterable(self._value_views), self.values))
-            and self._has_its_keys()
-        )
+        values, keys = map(chain.from_iterable, (self._value_views, self._key_views))
+        if list(map(len, self.cells)) != self._sizes:
+            return False
+        if not all(map(operator.is_, values, self.values)):
+            return False
+        if self._has_texts:  # equal ones are the same to any dictionary, and lists compare fast
+            return list(keys) == self._keys
+        return all(map(operator.is_, keys, self._keys))
 
     def content(self, place: int) -> Any:
         """What the cell at ``place`` held."""
@@ -145,12 +148,6 @@ class _Part:
         if self._are_dicts:
             return dict(zip(self._keys[part], self.values[part], strict=True))
         return self.values[part]
-
-    def _has_its_keys(self) -> bool:
-        keys = chain.from_iterable(self._key_views)
-        if self._has_texts:  # equal ones are the same to any dictionary, and lists compare fast
-            return list(keys) == self._keys
-        return all(map(operator.is_, keys, self._keys))
 
 
 def iter_items(cell: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
