@@ -277,10 +277,13 @@ def _deviation(one: Tensor, two: Tensor) -> float:
 
 
 def _differences(one: Tensor, two: Tensor) -> Tensor:
-    """Absolute differences; equal infinities and two NaN do not differ."""
-    one, two = _wide(one), _wide(two)
-    difference = (one - two).abs()
-    difference[(one == two) | (one.isnan() & two.isnan())] = 0.0
+    """Absolute differences; equal infinities and two NaN do not differ, and other integers do."""
+    wide, other = _wide(one), _wide(two)
+    is_exact = not (one.is_floating_point() or one.is_complex())
+    is_equal = one.cpu() == two.cpu() if is_exact else wide == other
+    # Integers may differ by less than a float of their size can tell.
+    difference = (wide - other).abs().clamp(min=1.0 if is_exact else 0.0)
+    difference[is_equal | (wide.isnan() & other.isnan())] = 0.0
     return difference.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
