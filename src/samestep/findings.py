@@ -237,10 +237,10 @@ def _compare(
     if forms_only:
         return Comparison(kind, path, True, 0.0, 0.0, allowed, _FORM_ONLY, shape)
     if is_array(one):
-        one, two = torch.as_tensor(one), torch.as_tensor(two)
+        one, two = torch.as_tensor(one, device="cpu"), torch.as_tensor(two, device="cpu")
     if not isinstance(one, Tensor):
         if isinstance(one, float) and isinstance(two, float):
-            one, two = torch.tensor(one).double(), torch.tensor(two).double()
+            one, two = torch.tensor([one, two], dtype=torch.float64, device="cpu")
         else:
             equal = not isinstance(one, _PLAIN) or one == two
             note = "" if equal else f"plain: {one!r}; parallel: {two!r}"

@@ -124,7 +124,8 @@ class Draws:
                     torch._C._DisableFuncTorch(),
                     torch.inference_mode(False),
                 ):
-                    drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+                    drawn = torch.empty((), dtype=torch.int64, device="cpu")
+                    drawn.random_(generator=generator)
                 self._seeds[id(generator)] = int(drawn)
                 self._users.append(generator)
                 if generator is _REAL:
@@ -191,7 +192,8 @@ class Stream:
         module = torch.get_device_module(device)
         generator = module.default_generators[device.index]
         before = generator.get_state()
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator()))
+        drawn = torch.empty((), dtype=torch.int64, device="cpu")
+        seed = int(drawn.random_(generator=self.generator()))
         generator.manual_seed(seed)
         try:
             yield
