@@ -12,7 +12,7 @@ Must not: decide or write anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +82,7 @@ class Changes:
         norms: per shard, what its BatchNorm modules saw.
         cells: source cells whose copies differ from them now.
         raced, switched: see :class:`Touched`.
+        gradients: source tensors, and what the forwards added to their ``.grad`` themselves.
     """
 
     entries: list[Entry]
@@ -90,11 +91,13 @@ class Changes:
     cells: list[Any]
     raced: list[Link]
     switched: list[Link]
+    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def are_none(self) -> bool:
         """Whether there is nothing to bring home."""
-        return not (self.entries or self.written or self.switched or any(self.norms))
+        is_touched = self.entries or self.written or self.switched or self.gradients
+        return not (is_touched or any(self.norms))
 
     @property
     def parted(self) -> list[Tensor]:

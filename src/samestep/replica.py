@@ -295,6 +295,11 @@ class Replica:
         """Whether the forward called ``backward()`` itself."""
         return not all(map(operator.is_, map(_get_gradient, self._graded), _NONES))
 
+    def drop_gradients(self) -> None:
+        """Forget what the forward accumulated itself, in a call that is not to stand."""
+        for copy in self._graded:
+            copy.grad = None
+
     def _set_clocks(self) -> None:
         """See [Note: what tells of a change]."""
         for module, copied in self.follower.modules:

@@ -135,6 +135,8 @@ class ReplicaSet:
                 cells = replica.follower.cells
                 self.mark_dirty([cells[index] for index in replica.snapshot.changed()])
             self.mark_moved([link.source for link in replica.find_moved()])
+            if replica.has_gradients():
+                replica.drop_gradients()
 
     def make_private(self, tensors: Sequence[Tensor]) -> None:
         """Forwards write these tensors: let each replica have a copy of its own from now on."""
