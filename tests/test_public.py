@@ -161,6 +161,7 @@ def test_a_script_that_trains_imports_nothing_around_the_step():
         import sys, samestep
         around = {"auto", "checkpoint", "infer", "launch", "loader", "observe", "proof", "cli"}
         around |= {"timing", "tune", "capture", "recording"}
+        around |= {"batches", "eager", "parcel", "recompute", "slices"}  # for few wrappers
         assert not around & {name.rpartition(".")[2] for name in sys.modules if "samestep" in name}
         assert callable(samestep.check) and "check" in dir(samestep)
         import samestep.proof

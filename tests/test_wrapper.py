@@ -112,6 +112,23 @@ def test_train_eval_and_hooks_work_on_both_levels(model):
     assert sorted(seen) == [("inner", 2)] * 3 + [("outer", 6)]
 
 
+def test_gradients_are_cleared_as_the_module_does_it():
+    class Careful(nn.Linear):
+        def zero_grad(self, set_to_none=True):
+            asked.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    asked = []
+    model = DataParallel(Careful(2, 2), replicas=2)
+    for set_to_none in (False, True):
+        model(torch.ones(4, 2)).sum().backward()
+        model.zero_grad(set_to_none)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert [g is None or not g.any() for g in gradients] == [True, True]
+        assert (None in gradients) is set_to_none
+    assert asked == [False, True]
+
+
 def test_containers_can_be_indexed_and_walked():
     model = DataParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), replicas=2)
     assert len(model) == 2

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -73,7 +72,7 @@ class BatchPlan(NamedTuple):
         """Return pieces of so many rows; the batch itself if it is one piece."""
         if len(sizes) == 1:
             return [self.batch]
-        plan = replace(self.plan, sizes=tuple(sizes), slots=tuple(range(len(sizes))))
+        plan = self.plan._replace(sizes=tuple(sizes), slots=tuple(range(len(sizes))))
         pieces = cut(plan, self.args, self.kwargs)
         if self.kwargs or self._is_opened:
             opened = open_container(self.batch)

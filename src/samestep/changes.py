@@ -11,6 +11,7 @@ Must not: decide or write anything.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -141,12 +142,13 @@ def find_touched(replicas: Sequence[Replica]) -> Touched:
             for key in _changed_keys(target, replica.snapshot.content(index)):
                 entries[path, number, key] = None
     # The memory that is shared, and with it the version, is the same in all shards.
-    first = replicas[:1]
+    raced = replicas[0].find_raced() if replicas else []
+    switched = replicas[0].find_switched() if replicas else []
     return Touched(
         list(entries),
         list(written),
-        [link.path for replica in first for link in replica.find_raced()],
-        [link.path for replica in first for link in replica.find_switched()],
+        list(map(_get_path, raced)),
+        list(map(_get_path, switched)),
     )
 
 
@@ -158,7 +160,7 @@ def collect(replicas: Sequence[Replica], touched: Touched, model: Replica) -> Ch
         touched: what to read; other processes' replicas may have touched more than these.
         model: any replica, to find the source module's own objects by.
     """
-    norms = [replica.norms for replica in replicas]
+    norms = list(map(_get_norms, replicas))
     if not any(touched):
         return Changes([], [], norms, [], [], [])
     entries = []
@@ -200,6 +202,7 @@ def are_equal_tensors(values: Sequence[Tensor]) -> bool:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_get_path, _get_norms = operator.attrgetter("path"), operator.attrgetter("norms")
 # The dictionaries in which a module keeps its hooks.
 _HOOKS = {name for name in nn.Module().__dict__ if name.endswith(("_hooks", "_hooks_with_kwargs"))}
 

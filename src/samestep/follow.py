@@ -222,11 +222,7 @@ class Follower:
         other._leaf, other._devices = leaf, devices
         other._kept, other._makers = [*self._kept], [*self._makers]
         other._originals = None
-        other._dicts = {
-            id(source): target
-            for source, target, owner in zip(other.cells, other.targets, self._owners, strict=True)
-            if owner != id(source)
-        }
+        other._dicts = {key: other.targets[index] for index, key in pattern.dicts}
         other.untracked, other.loose, other.scripted = [], [], []
         other.cells, other.paths, other._owners = [*self.cells], [*self.paths], [*self._owners]
         other.modules = [(module, other._copies[id(module)]) for module, _ in self.modules]

@@ -50,7 +50,7 @@ Path = tuple[tuple[str, Any], ...]  # from the root: (what a path shows, what ou
 NUMBERS = (int, float, complex)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Joining:
     """What one merge knows about its shards, and how it was told to treat them."""
 

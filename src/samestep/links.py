@@ -86,19 +86,16 @@ class Carried:
     """
 
     def __init__(self) -> None:
-        # By cell and key: the cell, the key, and the dim of the rows for each leaf of the value.
-        self._places: dict[tuple[int, Any], tuple[Cell, Any, list[int | None]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
+        #: By cell and key: the cell, the key, and the dim of the rows for each leaf of the value.
+        self.places: dict[tuple[int, Any], tuple[Cell, Any, list[int | None]]] = {}
 
     def note(self, cell: Cell, key: Any, tensors: Sequence[tuple[Tensor, int]]) -> None:
         """Remember which tensors of the entry ``key`` of ``cell`` have rows, and on which dim."""
-        self._places.pop((id(cell), key), None)
+        self.places.pop((id(cell), key), None)
         if tensors:
             dims = {id(tensor): dim for tensor, dim in tensors}
             leaves = _get_leaves(cell, key)
-            self._places[id(cell), key] = (cell, key, [dims.get(id(leaf)) for leaf in leaves])
+            self.places[id(cell), key] = (cell, key, [dims.get(id(leaf)) for leaf in leaves])
 
     def plan(self, sizes: Sequence[int]) -> list[dict[int, Rows]]:
         """Say, per shard, which rows of which tensor (by id) it gets in a call with these sizes.
@@ -121,7 +118,7 @@ class Carried:
         return plans
 
     def _find(self) -> Iterator[tuple[Tensor, int]]:
-        for cell, key, dims in self._places.values():
+        for cell, key, dims in self.places.values():
             leaves = _get_leaves(cell, key)
             if len(leaves) != len(dims):
                 continue

@@ -24,7 +24,6 @@ from torch.nn.parameter import is_lazy
 
 from samestep.comm import Comm
 from samestep.errors import RankError
-from samestep.parcel import pack, unpack
 from samestep.randomness import read_state, write_state
 from samestep.rows import is_array
 from samestep.segments import open_bytes
@@ -71,6 +70,8 @@ def start_alike(comm: Comm, module: nn.Module) -> None:
             )
     odd_names = [name for name in tensors if any(one[2][name] != sums[name] for one in told)]
     odd_names = sorted({n for names in comm.exchange("what differs", odd_names) for n in names})
+    from samestep.parcel import pack, unpack  # for several ranks
+
     own = [{name: tensors[name] for name in odd_names}, read_state()] if comm.rank == 0 else None
     data, values = pack(own, {})
     said, found = comm.gather("rank 0's values", data, values)

@@ -9,7 +9,6 @@ Must not: contain any of the ideas it composes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -247,7 +246,7 @@ class DataParallel(Wrapper):
         found, captures = self._samestep_runtime.replicas.stats(), self._samestep_runtime.captures
         if captures is None:
             return found
-        return replace(found, num_replays=captures.num_replays, uncaptured=tuple(captures.reasons))
+        return found._replace(num_replays=captures.num_replays, uncaptured=tuple(captures.reasons))
 
     def refresh(self, force: bool = False) -> None:
         """Bring all replicas up to date now.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,10 +17,14 @@ from samestep.devices import Slot
 from samestep.merge import check_out_dims
 from samestep.split import check_in_dims, plan_sizes
 
+if TYPE_CHECKING:  # few wrappers need them
+    from samestep.batches import Form
+    from samestep.eager import EagerBackward
+
 __all__ = ["Options"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Options:
     """What the user said, checked when it is made.
 
@@ -88,6 +92,18 @@ class Options:
         """The options that are not what they are by default, for ``print(model)``."""
         said = {name: getattr(self, name) for name in _DEFAULTS}
         return "".join(f", {k}={v!r}" for k, v in said.items() if v != _DEFAULTS[k])
+
+    def make_eager(self, rows: tuple[int, ...]) -> EagerBackward:
+        """The backwards that follow the forwards of shards with these B_k."""
+        from samestep.eager import EagerBackward
+
+        return EagerBackward(rows, out_dims=self.out_dims, reduction=self.reduction, dim=self.dim)
+
+    def make_form(self, names: tuple[str, ...]) -> Form:
+        """What the options say of the batches of a loader, given the parameters' names."""
+        from samestep.batches import Form
+
+        return Form(self.dim, self.in_dims, names)
 
     def _check_graphs(self) -> None:
         kinds = {slot.device.type for slot in self.slots}

@@ -64,6 +64,8 @@ class Pattern:
         self._lists: list[tuple[int, slice]] = []
         # Whose ``__dict__`` is a cell; and for every cell which of these it is, or which copy.
         self._inner: list[int] = []
+        #: The index of each such cell, and its id.
+        self.dicts: list[tuple[int, int]] = []
         self._order: list[int] = []
         for index, (cell, owner) in enumerate(zip(cells, owners, strict=True)):
             if cell:
@@ -73,6 +75,7 @@ class Pattern:
             else:
                 self._order.append(len(self._ids) + len(self._inner))
                 self._inner.append(owner)
+                self.dicts.append((index, id(cell)))
 
     def _add_contents(self, index: int, cell: Cell) -> None:
         kind, start = type(cell), len(self._contents)

@@ -14,7 +14,6 @@ Must not: cut anything, or decide what happens to a single leaf.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from samestep.dims import DEFAULT, Inherited, child_in_dims, is_dim
@@ -34,8 +33,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class LeafPlan:
+class LeafPlan(NamedTuple):
     """What happens to one leaf: ``cut`` on ``dim``, cut by ``rows``, or given ``whole``."""
 
     path: str  # "args[0]", "kwargs['mask']", "args[0]['x'][1]"
@@ -44,8 +42,7 @@ class LeafPlan:
     dim: int | None = None  # only of "cut"; never negative
 
 
-@dataclass(frozen=True)
-class SplitPlan:
+class SplitPlan(NamedTuple):
     """How one call is cut.
 
     ``num_rows`` is B, or None if nothing in the arguments counts rows. ``sizes`` are the B_k, none
@@ -289,4 +286,4 @@ def join_single_rows(plan: SplitPlan) -> SplitPlan | None:
     if sizes[-1] == 1 and len(sizes) > 1:
         slots.pop()
         sizes[-2:] = [sizes[-2] + 1]
-    return replace(plan, sizes=tuple(sizes), slots=tuple(slots))
+    return plan._replace(sizes=tuple(sizes), slots=tuple(slots))

@@ -168,7 +168,7 @@ def join_rows_within(call: Call, comm: Comm, options: Options, name: str) -> Cal
         slots += places if plan is None else plan.slots
     if not has_joined:
         return None
-    plan = dataclasses.replace(call.plan, sizes=tuple(sizes), slots=tuple(slots))
+    plan = call.plan._replace(sizes=tuple(sizes), slots=tuple(slots))
     return _make_call(comm, options, plan, call.cut, name)
 
 
@@ -219,7 +219,7 @@ def _make_call(
     if is_local and cut is not None:
         mine = spread.mine
         own = tuple(plan.sizes[k] for k in mine)
-        cut = dataclasses.replace(cut, sizes=own, slots=tuple(plan.slots[k] for k in mine))
+        cut = cut._replace(sizes=own, slots=tuple(plan.slots[k] for k in mine))
         cut = cut if own else None
     return Call(plan, cut, spread, tuple(options.slots[k] for k in slots))
 

@@ -18,11 +18,11 @@ write through ``.data`` into a tensor that is held as a copy (``refresh(force=Tr
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -36,8 +36,7 @@ from samestep.snapshot import Snapshot
 __all__ = ["ReplicaSet", "ReplicaStats"]
 
 
-@dataclass(frozen=True)
-class ReplicaStats:
+class ReplicaStats(NamedTuple):
     """What a :class:`ReplicaSet` did since it was made.
 
     Attributes:
@@ -167,7 +166,7 @@ class ReplicaSet:
         if source is not self._source:
             self.clear()
             self._source = source
-        self.carried = self._carried.plan(sizes) if self._carried else []
+        self.carried = self._carried.plan(sizes) if self._carried.places else []
         plans: dict[int, dict[int, Rows]] = {}
         if self.carried:
             places = range(len(slots)) if shards is None else shards
@@ -178,12 +177,11 @@ class ReplicaSet:
                 self._cut_anew(slot, plans.get(slot.index, {}))
         if self._snapshot is not None and not (self._follow() and self._follow_tensors()):
             self.clear()
-        try:
-            replicas = [self._replicas[slot.index] for slot in slots]
-        except KeyError:
+        indices = list(map(_get_index, slots))
+        if not self._replicas.keys() >= set(indices):
             missing = [slot for slot in slots if slot.index not in self._replicas]
             self._build(source, missing, plans)
-            replicas = [self._replicas[slot.index] for slot in slots]
+        replicas = list(map(self._replicas.__getitem__, indices))
         if not self._listed:
             self._list_tensors()
         for replica in replicas:
@@ -363,6 +361,8 @@ class ReplicaSet:
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
+
+_get_index = operator.attrgetter("index")
 
 
 def _values(cell: Any) -> Iterable[Any]:

@@ -18,18 +18,16 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from samestep import rng, step
-from samestep.batches import Form
 from samestep.changes import Changes
 from samestep.comm import Comm
 from samestep.context import current_shard, must_run_plainly, use_num_threads
 from samestep.devices import is_serial_forced, slots_of_rank
-from samestep.eager import EagerBackward
 from samestep.engine import Engine, SerialEngine, ThreadEngine
 from samestep.errors import RankError, note_shard
 from samestep.functional import gather, make_runner, merge_state, move, prepare, scatter
@@ -49,6 +47,10 @@ from samestep.split import plan_split
 from samestep.state import StateWriter, find_carried
 from samestep.step import run_shards
 from samestep.tie import find_tensors, map_tensors
+
+if TYPE_CHECKING:
+    from samestep.batches import Form
+    from samestep.eager import EagerBackward
 
 __all__ = ["Runtime"]
 
@@ -310,9 +312,7 @@ class Runtime:
         options = self.options
         if not options.eager_backward or method is not None or not torch.is_grad_enabled():
             return None
-        return EagerBackward(
-            call.rows, out_dims=options.out_dims, reduction=options.reduction, dim=options.dim
-        )
+        return options.make_eager(call.rows)
 
     def _keep(self, call: Call, changes: Changes) -> None:
         """Bring what the forwards wrote to the source module."""
@@ -389,9 +389,9 @@ class Runtime:
 
     def form(self, module: nn.Module) -> Form:
         """What the options say of the batches of a loader."""
-        options = self.options
-        names = () if options.in_dims is None else tuple(self.parameter_names(module, None))
-        return Form(options.dim, options.in_dims, names)
+        is_plain = self.options.in_dims is None
+        names = () if is_plain else tuple(self.parameter_names(module, None))
+        return self.options.make_form(names)
 
     def parameter_names(self, module: nn.Module, method: str | None) -> list[str]:
         """The names of a method's positional parameters."""

@@ -10,9 +10,11 @@ classes (but of a key put in the place of a text). Must not: know why anybody wa
 from __future__ import annotations
 
 import operator
+import sys
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import chain, filterfalse
+from itertools import accumulate, chain, compress
 from typing import Any
 
 from torch import Tensor
@@ -21,11 +23,26 @@ __all__ = ["Cell", "Snapshot", "iter_items", "key_text", "refill", "set_entry", 
 
 Cell = Any
 
+try:
+    from torch._C._dynamo.guards import dict_version as _read_count
+except ImportError:  # a torch that names it otherwise
+    _is_counting = False
+    _read_count = len  # type: ignore[assignment]  # nobody is asked
+else:
+    _is_counting = sys.version_info < (3, 12)
+
 
 class Snapshot:
     """What a fixed list of cells held at one moment, compared by identity in C loops.
 
-    Most cells of a module tree are empty dictionaries (hooks); those are tested together.
+    Most cells of a module tree are empty dictionaries (hooks); those are tested together. For the
+    other dictionaries there is a shorter way, see the note.
+
+    [Note: dictionaries that count]
+    CPython 3.11 gives a dictionary another number at every write (PEP 509), and no two states of
+    any dictionaries have one number. So an equal number says that nothing was written; another one
+    says nothing, since an entry may have been put back, and then the entries are compared. Later
+    Pythons have torch watch each dictionary instead: its owner would pay at every write.
     """
 
     def __init__(self, cells: list[Cell]) -> None:
@@ -34,71 +51,106 @@ class Snapshot:
 
     def take(self) -> None:
         """Remember what the cells hold now."""
-        full = list(filter(None, self._cells))
-        self._empty = list(filterfalse(None, self._cells))
-        self._dicts = [cell for cell in full if isinstance(cell, dict)]
-        self._others = [cell for cell in full if not isinstance(cell, dict)]
-        # Views are live: they show what a dictionary holds whenever they are read.
-        bases = [dict if type(cell) is dict else _base(cell) for cell in self._dicts]
-        self._key_views = [base.keys(cell) for base, cell in zip(bases, self._dicts, strict=True)]
-        self._value_views = [b.values(cell) for b, cell in zip(bases, self._dicts, strict=True)]
-        self._keys = list(chain.from_iterable(self._key_views))
-        self._values = list(chain.from_iterable(self._value_views))
-        self._has_texts = {str}.issuperset(map(type, self._keys))
-        self._items = list(chain.from_iterable(self._others))
-        self._sizes = list(map(len, full))
-        self._full = full
-        self._contents: dict[int, Any] | None = None
+        cells = self._cells
+        full = list(compress(range(len(cells)), cells))
+        self._empty_at = list(compress(range(len(cells)), map(operator.not_, cells)))
+        self._empty = [cells[i] for i in self._empty_at]
+        counting = [i for i in full if type(cells[i]) is dict] if _is_counting else []
+        others = [i for i in full if type(cells[i]) is not dict] if _is_counting else full
+        # Before their entries: what another thread writes meanwhile is seen later.
+        self._counts = [_read_count(cells[i]) for i in counting]
+        self._counting = _Part(cells, counting, are_dicts=True)
+        self._others = [
+            part
+            for part in (
+                _Part(cells, [i for i in others if isinstance(cells[i], dict)], are_dicts=True),
+                _Part(cells, [i for i in others if not isinstance(cells[i], dict)]),
+            )
+            if part.cells
+        ]
 
     def is_current(self) -> bool:
         """Whether every cell holds the very objects that it held, in the same order."""
+        if any(self._empty):
+            return False
+        counts = list(map(_read_count, self._counting.cells))
+        if counts != self._counts:
+            if not self._counting.is_current():
+                return False
+            self._counts = counts
+        return not self._others or all(part.is_current() for part in self._others)
+
+    def changed(self) -> list[int]:
+        """Return the indices of the cells that changed."""
+        counts = list(map(_read_count, self._counting.cells))
+        suspects = [
+            *compress(self._empty_at, self._empty),
+            *compress(self._counting.places, map(operator.ne, counts, self._counts)),
+        ]
+        for part in self._others:
+            suspects += part.places
+        return [i for i in sorted(suspects) if not _same_content(self._cells[i], self.content(i))]
+
+    def content(self, index: int) -> Any:
+        """What cell ``index`` held: a dict for dicts, a list for everything else."""
+        for part in (self._counting, *self._others):
+            place = bisect_left(part.places, index)
+            if part.places[place : place + 1] == [index]:
+                return part.content(place)
+        return {} if isinstance(self._cells[index], dict) else []
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Every tensor held directly by a cell, possibly several times."""
+        return _tensors(chain.from_iterable(p.values for p in (self._counting, *self._others)))
+
+
+class _Part:
+    """What some cells held, that are compared as one: dictionaries, or anything else.
+
+    Args:
+        cells: all there are.
+        places: indices of the ones meant, in order.
+        are_dicts: whether they are dictionaries.
+    """
+
+    def __init__(self, cells: list[Cell], places: list[int], are_dicts: bool = False) -> None:
+        self.places = places
+        self.cells = [cells[i] for i in places]
+        self._value_views: list[Any] = self.cells
+        self._key_views: list[Any] = []
+        if are_dicts:
+            # Views are live: they show what a dictionary holds whenever they are read.
+            bases = [dict if type(cell) is dict else _base(cell) for cell in self.cells]
+            self._key_views = [b.keys(cell) for b, cell in zip(bases, self.cells, strict=True)]
+            self._value_views = [b.values(cell) for b, cell in zip(bases, self.cells, strict=True)]
+        self._are_dicts = are_dicts
+        self._keys = list(chain.from_iterable(self._key_views))
+        self.values = list(chain.from_iterable(self._value_views))
+        self._has_texts = {str}.issuperset(map(type, self._keys))
+        self._sizes = list(map(len, self.cells))
+        self._stops: list[int] = []
+
+    def is_current(self) -> bool:
         return (
-            not any(self._empty)
-            and list(map(len, self._full)) == self._sizes
-            and all(map(operator.is_, chain.from_iterable(self._value_views), self._values))
+            list(map(len, self.cells)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(self._value_views), self.values))
             and self._has_its_keys()
-            and all(map(operator.is_, chain.from_iterable(self._others), self._items))
         )
+
+    def content(self, place: int) -> Any:
+        """What the cell at ``place`` held."""
+        if not self._stops:  # summed up only when something changed
+            self._stops = list(accumulate(self._sizes))
+        part = slice(self._stops[place] - self._sizes[place], self._stops[place])
+        if self._are_dicts:
+            return dict(zip(self._keys[part], self.values[part], strict=True))
+        return self.values[part]
 
     def _has_its_keys(self) -> bool:
         keys = chain.from_iterable(self._key_views)
         if self._has_texts:  # equal ones are the same to any dictionary, and lists compare fast
             return list(keys) == self._keys
         return all(map(operator.is_, keys, self._keys))
-
-    def changed(self) -> list[int]:
-        """Return the indices of the cells that changed."""
-        return [
-            index
-            for index, cell in enumerate(self._cells)
-            if not _same_content(cell, self.content(index))
-        ]
-
-    def content(self, index: int) -> Any:
-        """What cell ``index`` held: a dict for dicts, a list for everything else."""
-        if self._contents is None:  # sliced out of the flat lists only when something changed
-            self._contents = self._slice()
-        cell = self._cells[index]
-        return self._contents.get(id(cell), {} if isinstance(cell, dict) else [])
-
-    def tensors(self) -> Iterable[Tensor]:
-        """Every tensor held directly by a cell, possibly several times."""
-        return _tensors(chain(self._values, self._items))
-
-    def _slice(self) -> dict[int, Any]:
-        contents: dict[int, Any] = {}
-        at_dict = at_other = 0
-        for cell, size in zip(self._full, self._sizes, strict=True):
-            if isinstance(cell, dict):
-                stop = at_dict + size
-                contents[id(cell)] = dict(
-                    zip(self._keys[at_dict:stop], self._values[at_dict:stop], strict=True)
-                )
-                at_dict = stop
-            else:
-                contents[id(cell)] = self._items[at_other : at_other + size]
-                at_other += size
-        return contents
 
 
 def iter_items(cell: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from samestep.comm import Comm, Failure
 from samestep.errors import RankError
-from samestep.parcel import pack, unpack
 from samestep.reduce import Node, sum_slices
 from samestep.rng import Draws
-from samestep.slices import Summing
 
 __all__ = ["Spread", "describe", "pick_entries"]
 
@@ -157,6 +155,8 @@ class Spread:
         """
         if self.is_alone:
             return list(values), [note]
+        from samestep.parcel import pack, unpack  # for several ranks
+
         try:
             data, tensors = pack(list(values), names, hollow)
         except TypeError as error:
@@ -197,6 +197,8 @@ class Spread:
             parts = sum_slices(self.num_shards, parts, num_workers, run)
         if self.is_alone:
             return next(iter(parts.values())), [note]
+        from samestep.slices import Summing  # for several ranks
+
         summing = Summing(self.comm, self.num_shards, labels, follow=not self.mine)
         return summing.run(self.at(what), parts, note)
 

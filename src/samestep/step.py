@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from samestep.changes import Changes
-from samestep.eager import EagerBackward
 from samestep.errors import StateWarning
 from samestep.graphs import scale_gradient
 from samestep.homing import BringHome
 from samestep.links import Rows
-from samestep.recompute import Recomputation
 from samestep.reduce import TreeSum, sum_lists
 from samestep.replica import Replica
 from samestep.runner import Runner
@@ -37,6 +35,8 @@ from samestep.tree import map_leaves
 
 if TYPE_CHECKING:
     from samestep.capture import Captures
+    from samestep.eager import EagerBackward
+    from samestep.recompute import Recomputation
 
 __all__ = ["renew_lock", "run_shards"]
 
@@ -145,6 +145,8 @@ def _run(
     ]
     again: list[Recomputation] = []
     if recompute and torch.is_grad_enabled():
+        from samestep.recompute import Recomputation  # for few wrappers
+
         again = list(map(Recomputation, replicas, functions))
     called: Sequence[Callable[..., Any]] = again or functions
     if eager is not None:

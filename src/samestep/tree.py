@@ -55,8 +55,7 @@ _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dev
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchType:
+class BatchType(NamedTuple):
     """How one class of users' own batches is cut, merged and counted."""
 
     cls: type

@@ -19,8 +19,8 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import NamedTuple
 
 __all__ = ["PoolStats", "Running", "WorkerPool", "pool"]
 
@@ -31,8 +31,7 @@ _Order = tuple[Job, list[None], int, SimpleQueue[None]]
 _put = SimpleQueue.put
 
 
-@dataclass(frozen=True)
-class PoolStats:
+class PoolStats(NamedTuple):
     """What a pool holds now: threads that are idle, and how many were ever started."""
 
     num_idle: int

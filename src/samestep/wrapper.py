@@ -89,6 +89,10 @@ class Wrapper(nn.Module):
             or isinstance(getattr(type(self), name, None), property)
         )
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the inner module's gradients, at the price that it has there."""
+        self.module.zero_grad(set_to_none)
+
     # -- Containers --------------------------------------------------------------------------
 
     def __len__(self) -> int:
