@@ -48,7 +48,7 @@ class StreamMode(TorchFunctionMode):
 
     def __init__(self, stream: Source) -> None:
         super().__init__()
-        self._stream = stream
+        self.stream = stream
         self._handlers = _handlers()
 
     def __torch_function__(
@@ -61,7 +61,7 @@ class StreamMode(TorchFunctionMode):
         handler = self._handlers.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
-        return handler(self._stream, func, args, kwargs or {})
+        return handler(self.stream, func, args, kwargs or {})
 
 
 # ---------------------------------------------------------------------------
