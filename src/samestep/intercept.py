@@ -169,12 +169,12 @@ def _dropout(
     kwargs: dict[str, Any],
     inplace: bool = False,
 ) -> Any:
-    values, p, training, inplace = _dropout_arguments(*args, **{"inplace": inplace, **kwargs})
+    values, p, training, is_asked = _dropout_arguments(*args, **kwargs)
     if not training or not 0.0 < p < 1.0 or not values.is_cpu or not values.numel():
         return func(*args, **kwargs)  # nothing to draw, or a p that torch will refuse
     if _is_watched():
         return _swapped(stream, func, args, kwargs)  # the same numbers
-    return _drop(stream, values, torch.empty_like(values), p, inplace)
+    return _drop(stream, values, torch.empty_like(values), p, inplace or is_asked)
 
 
 def _dropout_of_channels(
