@@ -263,6 +263,20 @@ def test_a_forward_that_runs_again_notes_no_statistics_again():
     assert names["_factor"] == 2
 
 
+def test_what_a_second_run_makes_is_looked_at_past_the_shards_own_mode():
+    layers = [make_mlp(), nn.Dropout(0.5), nn.Unflatten(1, (2, 2, 1)), nn.Dropout2d(0.5)]
+    counts = []
+    for recompute in (False, True):
+        model = DataParallel(nn.Sequential(*layers), replicas=2, recompute=recompute)
+        names = count_calls(model, training(model))
+        counts.append(names["StreamMode.__torch_function__"])
+        assert names["Stream.swapped_in"] == 0
+    kept, again = counts
+    assert again <= 2 * kept + 2 * 8  # the mode of gradients, switched on and off
+    assert names["Rerun._note"] == names["_Found.take"] == names["Rerun._find"] > 0
+    assert names["_look"] == 2 * names["Rerun._note"]
+
+
 def count_inference(model, num_batches, monkeypatch):
     """The calls of one iteration over so many batches, by a wrapper that knows its model."""
     batches = [torch.randn(8, 4)] * num_batches

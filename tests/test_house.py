@@ -29,7 +29,7 @@ LAYERS = [
     ("how shards meet, how ranks do", "group rendezvous"),
     (
         "ideas made of these",
-        "collectives split merge norm slices parcel position handover copies homing",
+        "collectives split merge norm slices parcel position handover copies homing rerun",
     ),
     ("the shards of a call and the ranks that have them", "spread"),
     ("a batch as a loader yields it", "batches"),
