@@ -191,7 +191,7 @@ def move_in_place(tensors: list[Tensor | None], devices: Sequence[torch.device])
     """Put each tensor of a list on its device; the list holds no tensor more than before."""
     for index, device in enumerate(devices):
         tensor = tensors[index]
-        if tensor is not None:
+        if tensor is not None and tensor.device != device:
             tensors[index] = move_tensor(tensor, device)
 
 
