@@ -141,7 +141,8 @@ def find_touched(replicas: Sequence[Replica]) -> Touched:
             path, number = replica.name_cell(index)
             for key in _changed_keys(target, replica.snapshot.content(index)):
                 entries[path, number, key] = None
-    # The memory that is shared, and with it the version, is the same in all shards.
+    # The memory that is shared, and with it the version, is the same in all shards; so, as forwards
+    # go, is what they do to ``requires_grad``.
     raced = replicas[0].find_raced() if replicas else []
     switched = replicas[0].find_switched() if replicas else []
     return Touched(

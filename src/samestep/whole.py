@@ -251,6 +251,8 @@ class WholeBatches:
         else:
             job = Job(shard, forward, late, "intercept")
         count = self.num_threads if device.type == "cpu" else None
+        if count is None or count == torch.get_num_threads():
+            return self.context.run(job, device)
         with use_num_threads(count, keep=not self.context.is_own_thread):
             return self.context.run(job, device)
 
