@@ -1038,3 +1038,15 @@ def stopped_host(group):
         os.kill(starter, signal.SIGSTOP)
         os.wait()
     return wait_in_vain(comm)
+
+
+def with_a_default_device(group, batch):
+    """Steps under a default device on which nothing of ours may lie."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 400), nn.Dropout(), nn.Linear(400, 400))  # sums in slices, too
+    model = samestep.DataParallel(net, replicas=4, process_group=group, batch=batch)
+    x = torch.randn(3, 5)
+    with torch.device("meta"):
+        for _ in range(2):
+            model(x).sum().backward()
+    return digest([parameter.grad for parameter in net.parameters()], torch.get_rng_state())

@@ -105,6 +105,16 @@ def test_all_kinds_of_values_are_compared():
     }
 
 
+def test_large_integers_are_compared_exactly():
+    class Hash(nn.Module):
+        def forward(self, rows):  # another number of rows, another hash, by less than a float tells
+            return rows.long() * 0 + 2**60 + len(rows)
+
+    report = check(Hash(), torch.randn(8, 3), replicas=2)
+    assert not report.ok
+    assert report.trials[0].comparisons[0].deviation >= 1
+
+
 # ---------------------------------------------------------------------------
 # What is planted is found, and the remedy holds
 # ---------------------------------------------------------------------------

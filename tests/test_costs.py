@@ -111,11 +111,37 @@ def test_clearing_gradients_costs_what_it_costs_inside():
 
 @pytest.mark.parametrize(
     ("kind", "num_replicas", "bound"),
-    [(evaluation, 2, 175), (evaluation, 4, 220), (training, 2, 370), (training, 4, 515)],
+    [(evaluation, 2, 175), (evaluation, 4, 220), (training, 2, 330), (training, 4, 445)],
 )
 def test_a_step_of_a_small_model_takes_few_calls(kind, num_replicas, bound):
     model = DataParallel(make_mlp(), replicas=num_replicas)
     names = count_calls(model, kind(model))
+    assert names.total() <= bound, names.most_common(20)
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make_mlp()
+
+    def forward(self, rows):
+        return self.net(rows).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "options", "bound"),
+    [
+        (2, {}, 350),
+        (4, {}, 470),
+        (2, {"eager_backward": True}, 283),
+        (4, {"eager_backward": True}, 390),
+    ],
+)
+def test_a_step_of_a_small_model_that_returns_its_loss_takes_few_calls(
+    num_replicas, options, bound
+):
+    model = DataParallel(Loss(), replicas=num_replicas, **options)
+    names = count_calls(model, training(model))
     assert names.total() <= bound, names.most_common(20)
 
 
@@ -261,6 +287,20 @@ def test_a_forward_that_runs_again_notes_no_statistics_again():
     names = count_calls(model, training(model))
     assert names["record"] == 4  # two shards, twice
     assert names["_factor"] == 2
+
+
+def test_what_a_second_run_makes_is_looked_at_past_the_shards_own_mode():
+    layers = [make_mlp(), nn.Dropout(0.5), nn.Unflatten(1, (2, 2, 1)), nn.Dropout2d(0.5)]
+    counts = []
+    for recompute in (False, True):
+        model = DataParallel(nn.Sequential(*layers), replicas=2, recompute=recompute)
+        names = count_calls(model, training(model))
+        counts.append(names["StreamMode.__torch_function__"])
+        assert names["Stream.swapped_in"] == 0
+    kept, again = counts
+    assert again <= 2 * kept + 2 * 8  # the mode of gradients, switched on and off
+    assert names["Rerun._note"] == names["_Found.take"] == names["Rerun._find"] > 0
+    assert names["_look"] == 2 * names["Rerun._note"]
 
 
 def count_inference(model, num_batches, monkeypatch):

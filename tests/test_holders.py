@@ -7,10 +7,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep import DataParallel, reduce
-from samestep.holders import _count_of_sole, is_sole
+from samestep.holders import _count_of_sole, find_sole
 from samestep.reduce import absorb, sum_lists, sum_slices
 
 SIZE = 256  # of a square matrix that is worth asking for
+
+
+def is_sole(values, index):
+    return find_sole(values, [index]) == [index]
 
 
 def make_pair():
@@ -85,6 +89,19 @@ def test_a_sum_takes_the_memory_that_is_free():
     total = absorb(left, right)
     assert torch.equal(total[0], expected)
     assert total[0].data_ptr() == place
+
+
+def test_a_sum_of_many_that_are_not_small_takes_their_memory_and_one_of_little_does_not():
+    def find_places(count, size):
+        left, right = ([torch.randn(size) for _ in range(count)] for _ in range(2))
+        expected, places = sum_lists(left, right), [value.data_ptr() for value in left]
+        total = absorb(left, right)
+        assert all(map(torch.equal, total, expected))
+        return [value.data_ptr() for value in total] == places
+
+    assert find_places(40, 3500)  # 14 KB each: together 560 KB
+    assert not find_places(10, 3500)
+    assert not find_places(400, 350)  # asking takes longer than memory
 
 
 def test_a_sum_leaves_memory_that_is_held():
@@ -208,18 +225,19 @@ def test_a_step_needs_no_new_memory_for_large_sums(monkeypatch, options, replica
 
     answers = []
 
-    def ask(tensors, index):
-        answers.append(is_sole(tensors, index))
-        return answers[-1]
+    def ask(tensors, places):
+        found = find_sole(tensors, places)
+        answers.append(found == [*places])
+        return found
 
     model = DataParallel(Loss(), replicas=replicas, workers=workers, **options)
     rows = torch.randn(8, SIZE)
     model(rows).backward()
-    monkeypatch.setattr(reduce, "is_sole", ask)
+    monkeypatch.setattr(reduce, "find_sole", ask)
     model.zero_grad()
     model(rows).backward()
     assert answers == [True] * len(answers)
-    assert len(answers) >= 2  # for each of the two matrices
+    assert answers
 
 
 @pytest.mark.parametrize("library", ["numpy", "buffer", "dlpack", "shared"])

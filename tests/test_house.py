@@ -29,7 +29,7 @@ LAYERS = [
     ("how shards meet, how ranks do", "group rendezvous"),
     (
         "ideas made of these",
-        "collectives split merge norm slices parcel position handover copies homing",
+        "collectives split merge norm slices parcel position handover copies homing rerun",
     ),
     ("the shards of a call and the ranks that have them", "spread"),
     ("a batch as a loader yields it", "batches"),
@@ -156,3 +156,19 @@ def find_numpy(tree):
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     return [name for name in names if name.partition(".")[0] == "numpy"]
+
+
+# Functions of torch that make a tensor on the default device, which is the user's to choose.
+_MAKERS = {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randint",
+           "randn", "randperm", "tensor", "zeros"}  # fmt: skip
+_AS_A_SCRIPT = {"bench", "tutorial"}  # they make models and batches as a script would
+
+
+@pytest.mark.parametrize("module", sorted({*MODULES} - _AS_A_SCRIPT))
+def test_what_is_made_is_made_on_a_device_that_is_said(module):
+    for node in ast.walk(ast.parse(read(module))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id == "torch" and node.func.attr in _MAKERS:
+                said = {keyword.arg for keyword in node.keywords}
+                assert "device" in said, f"{module}.py:{node.lineno}: torch.{node.func.attr}()"

@@ -93,3 +93,13 @@ def test_a_forked_child_that_calls_the_wrapper_is_told_and_its_parent_goes_on(ra
     assert silent == ("", True)
     assert "forked from a rank" in told[0]
     assert told[1]
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.parametrize("batch", ["global", "local"])
+def test_a_default_device_is_for_the_script_not_for_what_ranks_tell_each_other(
+    ranks, batch, shared
+):
+    # Memory for messages was made on it.
+    found = ranks.ask(2, "with_a_default_device", batch, env={"SAMESTEP_SHARED_MEMORY": shared})
+    assert found[0] == found[1]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from samestep import recording
-from samestep.recording import RecordingError, differentiate, record
+from samestep.recording import RecordingError, differentiate, find_setting, record
 
 
 class Generator:
@@ -204,3 +204,26 @@ def test_gradients_are_those_outside_of_autocast_and_the_graph_is_kept():
         for _ in range(2):
             assert torch.equal(differentiate(output, [x], torch.ones(2, 3))[0], torch.ones(2, 3))
     assert seen == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        (torch.backends, "fp32_precision"),
+        (torch.backends.cuda.matmul, "fp32_precision"),
+        (torch.backends.cudnn, "fp32_precision"),
+        (torch.backends.cudnn.conv, "fp32_precision"),
+        (torch.backends.cudnn.rnn, "fp32_precision"),
+        (torch.backends.cuda.matmul, "allow_tf32"),  # the older way to say it
+        (torch.backends.cudnn, "allow_tf32"),
+    ],
+)
+def test_precision_is_part_of_the_setting_whichever_way_it_is_said(backend, name):
+    device = torch.device("cpu")
+    before, found = getattr(backend, name), find_setting(device)
+    other = not before if isinstance(before, bool) else "tf32" if before != "tf32" else "ieee"
+    try:
+        setattr(backend, name, other)
+        assert find_setting(device) != found
+    finally:
+        setattr(backend, name, before)

@@ -2,13 +2,14 @@
 
 import contextlib
 import copy
+import gc
 import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from samestep import copies, links
+from samestep import DataParallel, copies, links
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.replica import LazyError, find_replica, home_device
@@ -597,3 +598,34 @@ def test_few_large_copies_are_renewed_each_by_itself(monkeypatch):
         assert torch.equal(own, parameter)
         assert own.data_ptr() % 64 == 0
         assert own.data_ptr() != parameter.data_ptr()
+
+
+def test_replicas_that_are_dropped_go_without_the_garbage_collector():
+    model = DataParallel(nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2)), replicas=3)
+    rows = torch.randn(9, 5)
+    model(rows).sum().backward()
+    kept = model._samestep_runtime.replicas
+    seen = [weakref.ref(replica) for replica in kept._replicas.values()]
+    seen += [weakref.ref(replica.module) for replica in kept._replicas.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        kept.clear()
+        assert [found() for found in seen] == [None] * 6
+    finally:
+        gc.enable()
+    model(rows)  # and new ones follow
+
+
+def test_another_set_of_replicas_has_another_version():
+    source, slots = nn.Linear(2, 2), [Slot(0, torch.device("cpu"))]
+    one, other = ReplicaSet(), ReplicaSet()
+    for found in (one, other):
+        found.refresh(source, slots)
+    assert one.version != other.version
+    version = one.version
+    one.refresh(source, slots)
+    assert one.version == version
+    source.weight.requires_grad_(False)
+    one.refresh(source, slots)
+    assert one.version != version

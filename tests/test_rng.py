@@ -1,5 +1,7 @@
 """One stream of random numbers per shard, ruled by the caller's generator."""
 
+import itertools
+import math
 import threading
 import warnings
 
@@ -160,6 +162,59 @@ def test_dropout_is_bit_for_bit_that_of_torch(function, shape, dtype, p):
     torch.manual_seed(stream.generator().initial_seed())
     for one in found:
         assert torch.equal(one, function(values, p, True))
+
+
+CHANNELS = {F.dropout1d: (3, 5, 4), F.dropout2d: (3, 5, 4, 4), F.dropout3d: (3, 5, 2, 2, 2)}
+
+
+def drop_channels(function, dtype, p, inplace, is_transposed):
+    """Two draws, and what torch makes of them: values, layouts, gradients of two orders."""
+    shape = CHANNELS[function]
+    x = (torch.arange(math.prod(shape)).view(shape) / 7).to(dtype)
+    x = x.transpose(1, -1).contiguous().transpose(1, -1) if is_transposed else x
+    x.requires_grad_()
+    first = function(x * 1, p, True, inplace)
+    second = function(first * 2, p=p, training=True, inplace=inplace)
+    (gradient,) = torch.autograd.grad((first * second).sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(gradient.square().sum(), x)
+    return [first, second, gradient, again]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", CHANNELS)
+def test_dropout_of_channels_is_bit_for_bit_that_of_torch(function, dtype, inplace, monkeypatch):
+    monkeypatch.setattr(Stream, "swapped_in", None)  # not asked for
+    for p, is_transposed in itertools.product((0.1, 0.3, 0.5), (False, True)):
+        stream, given = Stream(Draws(), 0), (function, dtype, p, inplace, is_transposed)
+        with use_stream(stream, intercept=True):
+            found = drop_channels(*given)
+        torch.manual_seed(stream.generator().initial_seed())
+        for one, other in zip(found, drop_channels(*given), strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+
+
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (1.0, True), (0.5, False)])
+@pytest.mark.parametrize("function", CHANNELS)
+def test_dropout_of_channels_that_leaves_no_choice_draws_nothing(function, p, training):
+    stream, x = Stream(Draws(), 0), torch.randn(CHANNELS[function])
+    with use_stream(stream, intercept=True):
+        found = function(x, p, training)
+    assert not stream.is_used
+    assert torch.equal(found, function(x, p, training))
+
+
+@pytest.mark.parametrize("function", CHANNELS)
+def test_dropout_of_channels_with_other_dims_is_left_to_torch(function):
+    stream = Stream(Draws(), 0)
+    x = torch.randn(CHANNELS[function])[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what 3-D input of dropout2d means
+        with use_stream(stream, intercept=True):
+            found = function(x, 0.5)
+        torch.manual_seed(stream.generator().initial_seed())
+        assert torch.equal(found, function(x, 0.5))
 
 
 def test_the_gradient_of_dropout_has_the_mask_of_its_forward():
@@ -372,16 +427,19 @@ class _Sees(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_function_mode_of_the_callers_sees_dropout_and_changes_no_number():
-    model = DataParallel(nn.Sequential(nn.Dropout(0.5)), replicas=2)
-    rows = torch.randn(6, 4)
+@pytest.mark.parametrize(
+    ("kind", "function"), [(nn.Dropout, F.dropout), (nn.Dropout2d, F.dropout2d)]
+)
+def test_a_function_mode_of_the_callers_sees_dropout_and_changes_no_number(kind, function):
+    model = DataParallel(nn.Sequential(kind(0.5)), replicas=2)
+    rows = torch.randn(6, 4, 2, 2)
     torch.manual_seed(3)
     expected = model(rows)
     torch.manual_seed(3)
     with _Sees() as mode:
         found = model(rows)
     assert torch.equal(found, expected)
-    assert mode.seen.count(F.dropout) >= 2
+    assert mode.seen.count(function) >= 2
     assert torch.Tensor.bernoulli_ not in mode.seen
 
 

@@ -172,3 +172,12 @@ two = torch.ones(2, 3)
 )
 def test_a_list_as_long_as_the_batch_holds_rows_or_columns(items, answer):
     assert has_item_per_row(items, 2, 0) is answer
+
+
+def test_packed_rows_are_cut_and_joined_under_any_default_device():
+    packed = pack_sequence([torch.randn(n, 2) for n in (2, 4, 3)], enforce_sorted=False)
+    with torch.device("meta"):
+        pieces = cut_rows(packed, 0, [2, 1])
+        joined = join_rows(pieces, 0)
+    assert torch.equal(joined.data, packed.data)
+    assert torch.equal(joined.batch_sizes, packed.batch_sizes)

@@ -50,6 +50,28 @@ def test_two_segments_are_enough_for_any_number_of_messages(pair):
     assert len(os.listdir("/proc/self/fd")) <= before + 6
 
 
+def test_a_file_number_that_comes_again_is_another_segment(pair):
+    """A segment that grows gives its number back to the system, and the other one may get it."""
+    writer, reader = pair
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]
+    small = 1 << 20
+    seen = set()
+    for number, size in enumerate([small, small, 2 * small, small, 2 * small, small]):
+        seen.add(exchange(writer, reader, size, number)[:3])
+    for file in held:
+        os.close(file)
+    for number, size in enumerate([4 * small, 2 * small, 4 * small, 2 * small], start=6):
+        seen.add(exchange(writer, reader, size, number)[:3])
+    assert len(seen) < writer._own[0][0].number + 2  # it did come again
+
+
+def exchange(writer, reader, size, number):
+    """Send bytes that are all alike, and see that they arrive; returns the address."""
+    address = write(writer, torch.full((size,), number, dtype=torch.uint8))
+    assert reader.open(0, address)[:size].unique().tolist() == [number]
+    return address
+
+
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_nothing_behind():
     code = """if True:

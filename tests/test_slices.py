@@ -8,7 +8,15 @@ import pytest
 import torch
 from test_reduce import make_values
 
-from samestep.reduce import TreeSum, add_into, evaluate, plan_tree, sum_lists, sum_slices
+from samestep.reduce import (
+    TreeSum,
+    add_into,
+    evaluate,
+    is_large,
+    plan_tree,
+    sum_lists,
+    sum_slices,
+)
 
 COUNTS = [1, 2, 3, 5, 7, 8, 13]
 
@@ -144,3 +152,13 @@ def test_blocks_have_the_bits_of_the_whole(size):
     assert torch.equal(total, (values[0] + values[1]) + values[2])
     add_into(total, 2, values)
     assert torch.equal(total, values[2])
+
+
+def test_work_is_shared_where_there_are_many_entries_but_not_many_tensors():
+    def ask(count, size):
+        return is_large([torch.empty(size, device="meta")] * count)
+
+    assert ask(1, 1 << 19)
+    assert ask(16, 1 << 15)
+    assert not ask(1, 1 << 18)
+    assert not ask(3000, 3500)  # each has to be looked at, which takes longer than adding it

@@ -1,5 +1,6 @@
 """What forwards write comes back to the source module as one plain call would have left it."""
 
+import copy
 import re
 
 import pytest
@@ -384,3 +385,86 @@ def test_a_parameter_moved_in_every_forward_is_merged():
     for _ in range(4):
         torch.testing.assert_close(model(X), plain(X))
         torch.testing.assert_close(model.slow, plain.slow)
+
+
+# -- Gradients that a forward adds itself ----------------------------------------------------------
+
+
+class TrainsItself(nn.Module):
+    """Calls ``backward()`` in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.p = nn.Linear(5, 1), 0.0
+        self.has_flag = self.is_ready = self.is_bad = False
+
+    def forward(self, rows):
+        if self.has_flag:
+            self.is_ready = True
+        loss = nn.functional.dropout(self.layer(rows), self.p).sum()
+        loss = loss + 0 * nn.functional.dropout(loss, self.p)
+        loss.backward()
+        shard = current_shard()
+        if self.is_bad and shard is not None and shard.index == 1:
+            raise LookupError("after the backward")
+        return loss.detach()
+
+
+@pytest.fixture
+def self_trained():
+    torch.manual_seed(0)
+    net = TrainsItself()
+    return net, copy.deepcopy(net), torch.randn(8, 5)
+
+
+def gradient_once(net, plain, rows):
+    """The plain module's gradient of one call."""
+    plain.zero_grad()
+    plain(rows)
+    return torch.allclose(net.layer.weight.grad, plain.layer.weight.grad)
+
+
+def test_gradients_of_an_attempt_that_did_not_stand_are_not_added(self_trained):
+    net, plain, rows = self_trained
+    net.has_flag = True  # set in the first call, which then runs on the whole batch
+    DataParallel(net, replicas=2, reduction="sum")(rows)
+    assert net.is_ready
+    assert gradient_once(net, plain, rows)
+
+
+def test_gradients_of_a_call_that_is_repeated_are_added_once(self_trained):
+    net, plain, rows = self_trained
+    model = DataParallel(net, replicas=2, reduction="sum")
+    with torch.no_grad():
+        net.layer.weight.zero_()
+        net.layer.bias.zero_()
+    with torch.enable_grad():
+        model(rows)
+        model(rows)
+        assert model._samestep_runtime.habits.drawing == "watch"
+        net.zero_grad()
+        net.p = 1e-12  # begins to draw, and drops nothing
+        model(rows)
+    assert model._samestep_runtime.habits.drawing == "intercept"
+    assert gradient_once(net, plain, rows)
+
+
+@pytest.mark.parametrize("failure", ["a shard", "merging"])
+def test_gradients_of_a_call_that_failed_are_not_added_then_or_later(
+    self_trained, failure, monkeypatch
+):
+    net, plain, rows = self_trained
+    model = DataParallel(net, replicas=2, reduction="sum")
+    if failure == "a shard":
+        net.is_bad = True
+    else:
+        monkeypatch.setattr("samestep.runtime.gather", lambda *args, **options: 1 / 0)
+    with pytest.raises((LookupError, ZeroDivisionError)):
+        model(rows)
+    assert net.layer.weight.grad is None
+    net.is_bad = False
+    monkeypatch.undo()
+    model(rows)
+    assert gradient_once(net, plain, rows)
+    model(rows)  # and added to what was there
+    assert torch.allclose(net.layer.weight.grad, 2 * plain.layer.weight.grad)

@@ -25,6 +25,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from samestep.context import current_shard, must_run_plainly, use_num_threads
 from samestep.devices import count_cores, plan_slots
+from samestep.errors import describe_error
 from samestep.options import Options
 from samestep.randomness import kept_state
 from samestep.replica import home_device
@@ -110,7 +111,7 @@ def choose_replicas(
             warnings.simplefilter("ignore")
             choice = _measure(module, options, buffers, args, kwargs)
     except Exception as error:
-        choice = _stay_plain(f"it could not be measured ({_first_line(error)})")
+        choice = _stay_plain(f"it could not be measured ({describe_error(error)})")
     _logger.info("replicas='auto': %s; to get the same bits, write DataParallel(..., %s)",
                  choice, choice.setting)  # fmt: skip
     return choice
@@ -189,7 +190,7 @@ def _measure(module: nn.Module, options: Options, buffers: Any, args: Any, kwarg
         try:
             steps[setting] = _try_setting(module, setting, options, buffers, args, kwargs)
         except Exception as error:
-            failures[setting] = _first_line(error)
+            failures[setting] = describe_error(error)
     if not steps:
         return pick({}, [], failures)
     named = {_PLAIN: plain} | {str(setting): step for setting, step in steps.items()}
@@ -283,7 +284,3 @@ def _warm_up(step: Step) -> None:
 
 def _stay_plain(why: str) -> Choice:
     return Choice(Setting(1, 1), None, why)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -8,10 +8,11 @@ Must not: know modules or batches.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, count
+from itertools import chain, compress, count, islice
 from typing import Any
 
 import torch
@@ -105,25 +106,22 @@ class Backward:
         self.graphs = graphs
         self.inputs = inputs
         self.num_shards = len(graphs.outputs)
-        self.num_replicated = len(inputs) - sum(map(len, graphs.local))
-        num_local = sum(map(len, graphs.outputs))
-        self.local_gradients = unflatten(gradients[:num_local], list(map(len, graphs.outputs)))
-        self.sum_gradients = list(gradients[num_local:])
+        num_outputs, num_local = list(map(len, graphs.outputs)), list(map(len, graphs.local))
+        self.num_replicated = len(inputs) - sum(num_local)
+        self.local_gradients = unflatten(gradients, num_outputs)
+        self.sum_gradients = list(gradients[sum(num_outputs) :])
         self.needed_replicated = list(needed[: self.num_replicated])
-        self.needed_local = unflatten(needed[self.num_replicated :], list(map(len, graphs.local)))
+        self.needed_local = unflatten(needed[self.num_replicated :], num_local)
         #: Of the R inputs that want a gradient.
-        self.homes = [t.device for t in compress(inputs, self.needed_replicated)]
+        self.homes = list(map(_get_device, compress(inputs, self.needed_replicated)))
+        runner = graphs.runner
+        places = {*self.homes, *map(_get_device, runner.shards)}
         #: Whether gradients are where they are wanted: everything is on one device.
-        self.is_at_home = self._find_whether_at_home()
+        self.is_at_home = runner.spread.is_alone and places == {runner.home}
         device = next(g.device for g in gradients if g is not None)
         # On an accelerator this runs in the device's own autograd thread, and a nested backward for
         # the same device waits for that very thread: its shards must run here, inline.
         self.inline = None if device.type == "cpu" else device
-
-    def _find_whether_at_home(self) -> bool:
-        runner = self.graphs.runner
-        devices = {*self.homes, *[shard.device for shard in runner.shards]}
-        return runner.spread.is_alone and devices == {runner.home}
 
     def run(self, *, is_kept: bool) -> MaybeTensors:
         """Gradients of the node's inputs, not differentiable."""
@@ -154,7 +152,8 @@ class Backward:
                 local = found[cut:]
                 del found[cut:]  # one list holds each gradient: then they are added in place
                 with torch._C.DisableTorchFunction():
-                    sums.add(k, self._to_home(found))
+                    self._move_home(found)
+                    sums.add(k, found)
                 return local
 
             return work
@@ -165,18 +164,20 @@ class Backward:
         is_locked = is_plain and current_shard() is None
         with runner.lock if is_locked else contextlib.nullcontext():
             local = self._run_mine(backward, draws)
-        replicated, notes = runner.spread.reduce(
+        engine, spread = runner.engine, runner.spread
+        told: Any = None if spread.is_alone else (draws.drawn, self._fingerprint())
+        replicated, notes = spread.reduce(
             "backward",
             sums.parts(),
-            runner.engine.num_workers,
-            runner.engine.share_work,
-            (draws.drawn, self._fingerprint()),
-            labels=self._labels(),
+            engine.num_workers,
+            engine.share_work,
+            told,
+            labels=() if spread.is_alone else self._labels(),
         )
-        self._check(draws, notes)
-        if runner.spread.is_alone:
-            return self._spread(replicated, local)
-        return self._spread(replicated, self._share_local(local))
+        if not spread.is_alone:
+            self._check(draws, notes)
+            local = self._share_local(local)
+        return self._spread(replicated, local)
 
     def run_differentiable(self, apply: Apply) -> MaybeTensors:
         """Gradients of the node's inputs, themselves outputs of a stitch."""
@@ -197,7 +198,8 @@ class Backward:
             def work() -> MaybeTensors:
                 edges, gradients = self._arriving(k, gradient_leaves[k], sum_leaves[k])
                 found = differentiate(edges, gradients, self._wanted(k), True, True)
-                return self._to_home(found[:cut]) + found[cut:]
+                self._move_home(found)
+                return found
 
             return work
 
@@ -277,11 +279,14 @@ class Backward:
                 if edge is None:
                     raise RuntimeError(MSG_FREED)
                 edges.append(edge)
-                gradients.append(move_tensor(gradient, edge.device))
+                gradients.append(gradient)
         for edge, gradient in zip(self.graphs.partials[k], sums, strict=True):
             if edge is not None and gradient is not None:
                 edges.append(edge)
-                gradients.append(move_tensor(gradient, edge.device))
+                gradients.append(gradient)
+        for index, (_, device) in enumerate(edges):
+            if gradients[index].device != device:
+                gradients[index] = move_tensor(gradients[index], device)
         return edges, gradients
 
     # -- All shards --------------------------------------------------------------------------
@@ -354,11 +359,10 @@ class Backward:
                     f"of the whole batch, with the same targets and the same random numbers"
                 )
 
-    def _to_home(self, gradients: MaybeTensors) -> MaybeTensors:
+    def _move_home(self, gradients: MaybeTensors) -> None:
         """Move R gradients to the device of the caller's tensor, so that any shard can add them."""
         if not self.is_at_home:
             move_in_place(gradients, self.homes)
-        return gradients
 
     def _spread(self, replicated: MaybeTensors, local: list[MaybeTensors]) -> MaybeTensors:
         """Put the gradients that were wanted in the places of all inputs."""
@@ -396,6 +400,7 @@ _MSG_LOCAL = (
 # To compare ranks by: entries of a gradient, and of how many gradients.
 _NUM_PICKED = 256
 _NUM_TENSORS = 16
+_get_device = operator.attrgetter("device")
 
 
 def _are_alike(found: tuple[bool, list[float]], first: tuple[bool, list[float]]) -> bool:
@@ -436,9 +441,7 @@ def _present(tensors: Sequence[Tensor | None]) -> Tensors:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def unflatten(flat: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
-    result, at = [], 0
-    for length in lengths:
-        result.append(list(flat[at : at + length]))
-        at += length
-    return result
+def unflatten(flat: Iterable[Any], lengths: Iterable[int]) -> list[list[Any]]:
+    """Cut into lists of these lengths; what is left over is left out."""
+    rest = iter(flat)
+    return [list(islice(rest, length)) for length in lengths]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from samestep.auto import list_settings
 from samestep.devices import count_cores
+from samestep.errors import describe_error
 from samestep.module import DataParallel
 from samestep.proof import find_target, parse_target
 from samestep.report import format_table
@@ -215,7 +216,7 @@ def _make_steps(target: str) -> tuple[dict[str, Step], dict[str, str]]:
             step()
             steps[name] = step
         except Exception as error:
-            failures[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            failures[name] = describe_error(error)
     return steps, failures
 
 

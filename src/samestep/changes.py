@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +83,7 @@ class Changes:
         norms: per shard, what its BatchNorm modules saw.
         cells: source cells whose copies differ from them now.
         raced, switched: see :class:`Touched`.
+        gradients: source tensors, and what the forwards added to their ``.grad`` themselves.
     """
 
     entries: list[Entry]
@@ -91,11 +92,13 @@ class Changes:
     cells: list[Any]
     raced: list[Link]
     switched: list[Link]
+    gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def are_none(self) -> bool:
         """Whether there is nothing to bring home."""
-        return not (self.entries or self.written or self.switched or any(self.norms))
+        is_touched = self.entries or self.written or self.switched or self.gradients
+        return not (is_touched or any(self.norms))
 
     @property
     def parted(self) -> list[Tensor]:
@@ -138,7 +141,8 @@ def find_touched(replicas: Sequence[Replica]) -> Touched:
             path, number = replica.name_cell(index)
             for key in _changed_keys(target, replica.snapshot.content(index)):
                 entries[path, number, key] = None
-    # The memory that is shared, and with it the version, is the same in all shards.
+    # The memory that is shared, and with it the version, is the same in all shards; so, as forwards
+    # go, is what they do to ``requires_grad``.
     raced = replicas[0].find_raced() if replicas else []
     switched = replicas[0].find_switched() if replicas else []
     return Touched(

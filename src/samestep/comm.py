@@ -109,7 +109,7 @@ class Comm:
         self._process = os.getpid()
         self._segments: Segments | None = None
         # Two, in turn: one is still read while the next message's is written.
-        self._plain = [torch.empty(0, dtype=_BYTE), torch.empty(0, dtype=_BYTE)]
+        self._plain = [torch.empty(0, dtype=_BYTE, device="cpu") for _ in range(2)]
         if num_ranks > 1 and self._are_neighbours(shared and is_supported()):
             self._segments = Segments()
             self._wires = self._lay_wires()
@@ -145,7 +145,7 @@ class Comm:
             return Bulk(*self._segments.stage(num_bytes))
         self._plain.reverse()
         if self._plain[0].numel() < num_bytes:
-            self._plain[0] = torch.empty(num_bytes, dtype=_BYTE)
+            self._plain[0] = torch.empty(num_bytes, dtype=_BYTE, device="cpu")
         return Bulk(None, self._plain[0][:num_bytes])
 
     def trade(
@@ -410,7 +410,7 @@ def _take(metas: Sequence[Meta], memory: Tensor | None = None) -> list[Tensor]:
     found = []
     for layout, at in metas:
         assert memory is not None
-        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
         found.append(tensor.copy_(layout.view(memory, at)))
     return found
 

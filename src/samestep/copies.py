@@ -205,7 +205,7 @@ class Copies:
 
 _get_version = operator.attrgetter("_version")
 _LARGE = 1 << 18  # entries of a tensor on average
-_STILL = torch.zeros(())  # in the place of a tensor without a version
+_STILL = torch.zeros((), device="cpu")  # in the place of a tensor without a version
 
 
 def _get_versions(tensors: Iterable[Tensor]) -> list[int]:

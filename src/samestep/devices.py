@@ -191,7 +191,7 @@ def move_in_place(tensors: list[Tensor | None], devices: Sequence[torch.device])
     """Put each tensor of a list on its device; the list holds no tensor more than before."""
     for index, device in enumerate(devices):
         tensor = tensors[index]
-        if tensor is not None:
+        if tensor is not None and tensor.device != device:
             tensors[index] = move_tensor(tensor, device)
 
 
@@ -205,7 +205,7 @@ def _arrives(source: torch.device, target: torch.device) -> bool:
     """Whether what is copied from one accelerator to another is there afterwards."""
     with torch.no_grad():
         sent = torch.arange(_NUM_TRIED, device=source)
-        is_right = torch.equal(sent.to(target).cpu(), torch.arange(_NUM_TRIED))
+        is_right = torch.equal(sent.to(target).cpu(), torch.arange(_NUM_TRIED, device="cpu"))
     if not is_right:
         warnings.warn(
             f"copies from {source} to {target} do not arrive as they were sent; they go through "

@@ -23,8 +23,8 @@ one and the same number; anything else is refused, as it would need a backward p
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from samestep.changes import Changes
 from samestep.devices import move_in_place
 from samestep.dims import Inherited, child_out_dims
 from samestep.errors import RankError
-from samestep.graphs import Edge, accumulate, differentiate, make_edge, survey
+from samestep.graphs import Edge, accumulate, apply_node, differentiate, make_edge, survey
 from samestep.reduce import TreeSum, absorb, is_large, sum_lists
 from samestep.replica import Replica
 from samestep.rows import has_item_per_row
@@ -95,7 +95,7 @@ class EagerBackward:
             runner.home.type == "cpu" and len(runner.shards) > 1 and runner.engine.num_workers > 1
         )
         num_shards = runner.spread.num_shards
-        by_thread = is_shared and is_large(model.links[key].source for key in self._keys)
+        by_thread = is_shared and is_large([model.links[key].source for key in self._keys])
         self._sums: TreeSum[MaybeTensors] = TreeSum(num_shards, absorb, by_thread=by_thread)
 
     def run(
@@ -114,7 +114,7 @@ class EagerBackward:
         # Our own few operations need not pass the function mode that rules random numbers.
         with torch._C.DisableTorchFunction():
             losses, weights = self._find_losses(k, replica, output)
-            edges = [make_edge(loss) for loss in losses]
+            edges = list(map(make_edge, losses))
             gradients = [x.new_full((), w) for x, w in zip(losses, weights, strict=True)]
             leaves = {id(loss): loss.detach().requires_grad_() for loss in losses}
             output = map_tensors(lambda tensor: leaves.get(id(tensor), tensor), output)
@@ -153,9 +153,8 @@ class EagerBackward:
         losses = {id(t): t for t in find_tensors(output) if t.requires_grad and id(t) not in own}
         if not losses or not pairs:
             return output
-        kept = [gradient for _, gradient in pairs]
-        inputs = [tensor for tensor, _ in pairs]
-        tied = _Kept.apply(kept, spread, list(losses.values()), *inputs)  # type: ignore[no-untyped-call]  # torch's
+        inputs, kept = map(list, zip(*pairs, strict=True))
+        tied = apply_node(_Kept, kept, spread, list(losses.values()), inputs=inputs)
         table = dict(zip(losses, tied, strict=True))
         return map_tensors(lambda tensor: table.get(id(tensor), tensor), output)
 
@@ -235,14 +234,15 @@ class EagerBackward:
         """Run shard k's backward, and bring what it finds to the sums."""
         own = [replica.links[key].copy for key in self._keys]
         rows = [leaf for leaf in self._leaves[k] if leaf is not None]
-        seen = survey(edges, {id(leaf) for leaf in rows})
-        known = {*map(id, own), *map(id, rows)}
-        foreign = {
-            key: leaf
-            for key, leaf in chain.from_iterable(found.items() for found in seen.leaves)
-            if key not in known and leaf.requires_grad and key not in replica.paths
-        }
-        self._check_foreign(foreign.values())
+        ids = {*map(id, rows)}
+        seen = survey(edges, ids)
+        foreign: dict[int, Tensor] = {}
+        for found in seen.leaves:
+            for key in found.keys() - replica.paths.keys() - ids:
+                if found[key].requires_grad:
+                    foreign[key] = found[key]
+        if foreign:
+            self._check_foreign(foreign.values())
         leaves = [*own, *rows]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if seen.is_reentrant and self._runner.together:
@@ -253,16 +253,16 @@ class EagerBackward:
         lock = self._runner.lock if seen.is_reentrant else contextlib.nullcontext()
         with lock, _without_autocast(replica.slot.device):
             # Behind a foreign leaf there may be a graph of the caller's: not ours to free.
-            found = run(edges, gradients, [*wanted, *foreign.values()], bool(foreign))
+            derived = run(edges, gradients, [*wanted, *foreign.values()], bool(foreign))
         with torch._C.DisableTorchFunction():
-            rest = iter(found)
+            rest = iter(derived)
             each = [next(rest) if leaf.requires_grad else None for leaf in leaves]
             self._local_found[k] = each[len(own) :]
             if foreign:
                 pairs = zip(foreign.values(), rest, strict=True)
                 self._foreign[k] = dict(zip(foreign, pairs, strict=True))
             # One list holds each gradient: then they are added in place.
-            found.clear()
+            derived.clear()
             del each[len(own) :]
             move_in_place(each, [self._runner.home] * len(each))
             self._sums.add(k, each)
@@ -321,9 +321,9 @@ class _Kept(torch.autograd.Function):
         ctx: Any, kept: list[Tensor], spread: Spread, values: list[Tensor], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.kept, ctx.spread = kept, spread
-        ctx.devices = [tensor.device for tensor in inputs]
+        ctx.devices = list(map(_get_device, inputs))
         ctx.set_materialize_grads(False)
-        return tuple(value.detach() for value in values)
+        return tuple([value.detach() for value in values])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -341,7 +341,8 @@ class _Kept(torch.autograd.Function):
             kept = [gradient * scale.to(gradient.device) for gradient in kept]
         elif is_kept or scale != 1:  # kept ones must not be what others may write
             kept = [gradient * scale for gradient in kept]
-        moved = (g.to(device) for g, device in zip(kept, ctx.devices, strict=True))
+        moved = list(kept)
+        move_in_place(moved, ctx.devices)
         return (None, None, None, *moved)
 
 
@@ -349,6 +350,7 @@ class _Kept(torch.autograd.Function):
 # Helpers
 # ---------------------------------------------------------------------------
 
+_get_device = operator.attrgetter("device")
 _MSG_ROWS = (
     "eager_backward=True needs losses of the batch, but forward returned a list of as many losses "
     "as the shard has rows, which is one per row; add them up in forward (several losses of the "
@@ -380,10 +382,12 @@ def _refuse_float16() -> None:
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Run a backward as outside of autocast, where the user's own would be."""
+    on = [kind for kind in {"cpu", device.type} - {"meta"} if torch.is_autocast_enabled(kind)]
+    if not on:
+        return contextlib.nullcontext()
     stack = contextlib.ExitStack()
-    for kind in {"cpu", device.type} - {"meta"}:
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind in on:
+        stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 
 

@@ -19,6 +19,8 @@ __all__ = [
     "ReplicaError",
     "SplitError",
     "StateWarning",
+    "describe_error",
+    "first_line",
     "note_shard",
 ]
 
@@ -73,6 +75,17 @@ class DrawWarning(UserWarning):
     Given when that is noticed, by the code that hands out random streams. What to do: draw with
     torch functions inside forward, or pass ``generator=`` where the function takes one.
     """
+
+
+def describe_error(error: BaseException) -> str:
+    """Say in one line what went wrong: the kind, and what it says first."""
+    kind = type(error).__name__
+    return f"{kind}: {first_line(error)}" if str(error) else kind
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def note_shard(exc: BaseException, text: str) -> None:

@@ -237,10 +237,10 @@ def _compare(
     if forms_only:
         return Comparison(kind, path, True, 0.0, 0.0, allowed, _FORM_ONLY, shape)
     if is_array(one):
-        one, two = torch.as_tensor(one), torch.as_tensor(two)
+        one, two = torch.as_tensor(one, device="cpu"), torch.as_tensor(two, device="cpu")
     if not isinstance(one, Tensor):
         if isinstance(one, float) and isinstance(two, float):
-            one, two = torch.tensor(one).double(), torch.tensor(two).double()
+            one, two = torch.tensor([one, two], dtype=torch.float64, device="cpu")
         else:
             equal = not isinstance(one, _PLAIN) or one == two
             note = "" if equal else f"plain: {one!r}; parallel: {two!r}"
@@ -277,10 +277,13 @@ def _deviation(one: Tensor, two: Tensor) -> float:
 
 
 def _differences(one: Tensor, two: Tensor) -> Tensor:
-    """Absolute differences; equal infinities and two NaN do not differ."""
-    one, two = _wide(one), _wide(two)
-    difference = (one - two).abs()
-    difference[(one == two) | (one.isnan() & two.isnan())] = 0.0
+    """Absolute differences; equal infinities and two NaN do not differ, and other integers do."""
+    wide, other = _wide(one), _wide(two)
+    is_exact = not (one.is_floating_point() or one.is_complex())
+    is_equal = one.cpu() == two.cpu() if is_exact else wide == other
+    # Integers may differ by less than a float of their size can tell.
+    difference = (wide - other).abs().clamp(min=1.0 if is_exact else 0.0)
+    difference[is_equal | (wide.isnan() & other.isnan())] = 0.0
     return difference.nan_to_num(nan=math.inf, posinf=math.inf)
 
 

@@ -55,7 +55,7 @@ from samestep.reach import (
 )
 from samestep.snapshot import Cell, iter_items, key_text, refill
 
-__all__ = ["Follower"]
+__all__ = ["Follower", "Leaf"]
 
 Leaf = Callable[[Tensor, str], Any]
 

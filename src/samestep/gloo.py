@@ -37,8 +37,8 @@ class Gloo:
         self._group = group
         self._rank = rank
         self._num_ranks = num_ranks
-        self._own = torch.empty(_INLINE, dtype=torch.uint8)
-        self._all = torch.empty(num_ranks * _INLINE, dtype=torch.uint8)
+        self._own = torch.empty(_INLINE, dtype=torch.uint8, device="cpu")
+        self._all = torch.empty(num_ranks * _INLINE, dtype=torch.uint8, device="cpu")
 
     def swap(self, data: bytes) -> list[bytes]:
         """Tell every rank ``data``; return what each of them told, in rank order: one round, or
@@ -51,7 +51,7 @@ class Gloo:
         sizes = [_read_size(part) for part in found]
         longest = max(sizes)
         if longest + _SIZE > _INLINE:
-            own = torch.empty(_SIZE + longest, dtype=torch.uint8)
+            own = torch.empty(_SIZE + longest, dtype=torch.uint8, device="cpu")
             found = self._round(own, own.new_empty(self._num_ranks * own.numel()), data)
         return [
             bytes(open_bytes(part[_SIZE : _SIZE + size]))
@@ -67,7 +67,7 @@ class Gloo:
             if other == self._rank:
                 received.append([own[first:last] for first, last in ranges])
                 continue
-            found = [torch.empty(last - first, dtype=_BYTE) for first, last in ranges]
+            found = [torch.empty(last - first, dtype=_BYTE, device="cpu") for first, last in ranges]
             received.append(found)
             for part in found:
                 if part.numel():

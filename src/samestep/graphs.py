@@ -8,7 +8,7 @@ Must not: know shards.
 
 from __future__ import annotations
 
-import contextlib
+import operator
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ __all__ = [
     "Edge",
     "Survey",
     "accumulate",
+    "apply_node",
     "differentiate",
     "find_needed",
     "group_outputs",
@@ -146,21 +147,35 @@ def group_outputs(counts: Sequence[int], pairs: Iterable[tuple[int, int]]) -> li
     return list(groups.values())
 
 
-@contextlib.contextmanager
-def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+class without_hooks:
     """Switch the gradient hooks of these leaves off.
 
     Where each shard's graph ends in one tensor of the user's, its hooks would see every shard's
     part; they are to see the sum, once, in the user's own graph.
     """
-    hooks = [leaf._backward_hooks for leaf in leaves]
-    try:
-        for leaf in leaves:
+
+    __slots__ = ("_hooks", "_leaves")
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._leaves = leaves
+
+    def __enter__(self) -> None:
+        self._hooks = list(map(_get_hooks, self._leaves))
+        for leaf in self._leaves:
             leaf._backward_hooks = None
-        yield
-    finally:
-        for leaf, kept in zip(leaves, hooks, strict=True):
+
+    def __exit__(self, *error: object) -> None:
+        for leaf, kept in zip(self._leaves, self._hooks, strict=True):
             leaf._backward_hooks = kept
+
+
+def apply_node(node: type[torch.autograd.Function], *arguments: Any, inputs: list[Tensor]) -> Any:
+    """``node.apply(*arguments, *inputs)``, but what it asks in Python of each input is asked in C:
+    whether a transform of ``torch.func`` that is over has left it behind."""
+    if torch._C._are_functorch_transforms_active():
+        return node.apply(*arguments, *inputs)  # type: ignore[no-untyped-call]  # torch's
+    inputs = list(map(torch._C._functorch.unwrap_if_dead, inputs))
+    return super(torch.autograd.Function, node).apply(*arguments, *inputs)  # type: ignore[misc]
 
 
 def put_after(nodes: Iterable[Any], first: Any) -> None:
@@ -192,7 +207,7 @@ def differentiate(
         return [None] * len(leaves)
     return list(
         torch.autograd.graph._engine_run_backward(
-            tuple(edge.into for edge in edges),
+            tuple(map(_get_node, edges)),
             tuple(gradients),
             keep_graph,
             create_graph,
@@ -214,7 +229,7 @@ def accumulate(
         for leaf in leaves:
             leaf.grad = None
         torch.autograd.graph._engine_run_backward(
-            tuple(edge.into for edge in edges),
+            tuple(map(_get_node, edges)),
             tuple(gradients),
             keep_graph,
             False,
@@ -243,6 +258,8 @@ def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_get_hooks = operator.attrgetter("_backward_hooks")
+_get_node = operator.attrgetter("into")
 _LEAF: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the node of a leaf
 
 

@@ -1,6 +1,6 @@
 """Whether anybody else can see a tensor's memory.
 
-What it holds: :func:`is_sole`. Why: adding one gradient to another in place spares new memory, of
+What it holds: :func:`find_sole`. Why: adding one gradient to another in place spares new memory, of
 which the system must first give every page; but a gradient may be a tensor that somebody keeps (a
 custom backward's buffer, two parameters' common gradient, what a hook put into a list). torch asks
 the same question before it takes a gradient over as ``.grad`` without copying it.
@@ -16,53 +16,69 @@ Must not: know what a tensor is for.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-__all__ = ["is_sole"]
+__all__ = ["find_sole"]
 
 
-def is_sole(tensors: Sequence[Tensor | None], index: int) -> bool:
-    """Whether ``tensors`` alone, and nobody else, holds its tensor number ``index``.
+def find_sole(tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[int]:
+    """Those of the places where there is a tensor that the list alone, and nobody else, holds.
 
     Args:
         tensors: a list; what a caller's variable holds as well is not held by it alone.
-        index: where in it.
+        places: where in it to look.
     """
-    tensor = tensors[index]
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.requires_grad:
-        return False
-    storage = tensor.untyped_storage()
-    # Over memory that is not torch's own (numpy's, another library's, a file's), the counts say
-    # nothing of who else has it.
-    if not storage.resizable() or storage.is_shared():
-        return False
-    del tensor, storage
-    return _count(tensors, index) in _count_of_sole()
+    sole = _count_of_sole()
+    if not sole:
+        return []
+    asked = [i for i in places if _is_plain(tensors[i])]
+    return [i for i, counts in zip(asked, _count(tensors, asked), strict=True) if counts in sole]
 
 
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
 
+_get_base = operator.attrgetter("_base")
+_get_address = operator.attrgetter("_cdata")
+_strided = torch.strided
+_get_use_count: Any = getattr(Tensor, "_use_count", None)  # not in every torch
 
-def _count(tensors: Sequence[Any], index: int) -> tuple[int, ...]:
-    """How often the tensor is referred to, in every way that there is."""
-    tensor = tensors[index]
-    storage, base = tensor.untyped_storage(), tensor._base
-    counts = (
-        sys.getrefcount(tensor),
-        tensor._use_count(),
-        sys.getrefcount(storage),
-        torch._C._storage_Use_Count(storage._cdata),
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    return type(tensor) is Tensor and tensor.layout is _strided and not tensor.requires_grad
+
+
+def _count(tensors: Sequence[Any], places: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """How often each of these tensors is referred to, in every way that there is.
+
+    Each question is asked of all in one loop in C: a step asks it of every gradient.
+    """
+    picked = [tensors[i] for i in places]
+    storages = list(map(Tensor.untyped_storage, picked))
+    bases = map(_get_base, picked)
+    owners = [own if base is None else base for own, base in zip(picked, bases, strict=True)]
+    return zip(
+        map(sys.getrefcount, picked),
+        map(_get_use_count, picked),
+        map(sys.getrefcount, owners),
+        map(_get_use_count, owners),
+        map(sys.getrefcount, storages),
+        map(torch._C._storage_Use_Count, map(_get_address, storages)),
+        # Over memory that is not torch's own (numpy's, another library's, a file's), the counts
+        # say nothing of who else has it.
+        map(UntypedStorage.resizable, storages),
+        map(UntypedStorage.is_shared, storages),
+        strict=True,
     )
-    return counts if base is None else (*counts, sys.getrefcount(base), base._use_count())
 
 
 @functools.cache
@@ -71,15 +87,15 @@ def _count_of_sole() -> tuple[tuple[int, ...], ...]:
 
     The second is a view, as the gradients of a linear layer's weights are.
     """
-    if not (hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
+    if not (_get_use_count and hasattr(torch._C, "_storage_Use_Count")):
         return ()
     found: list[tuple[int, ...]] = []
 
     def count() -> None:
         weight = torch.ones(2, 2, device="cpu", requires_grad=True)
         made = F.linear(torch.ones(2, 2, device="cpu"), weight).square().sum()
-        view = list(torch.autograd.grad(made, [weight]))
-        found.extend([_count([torch.empty(1, device="cpu")], 0), _count(view, 0)])
+        values = [torch.empty(1, device="cpu"), *torch.autograd.grad(made, [weight])]
+        found.extend(_count(values, [0, 1]))
 
     # In a thread of its own, where no mode or hook of the caller's sees, and may keep, what is
     # made.

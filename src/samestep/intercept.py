@@ -11,7 +11,8 @@ Must not: know where a stream comes from.
 [Note: three ways to draw]
 1. A function that takes ``generator=`` gets the shard's own; an explicit CPU generator of the
    user's is replaced by a shard's stream that is derived from it in the same way.
-2. ``dropout`` is computed here with the shard's generator, as torch does it.
+2. ``dropout``, and dropout of whole channels (``dropout2d``), are computed here with the shard's
+   generator, as torch does it.
 3. The rest (an LSTM's inner dropout, attention with dropout, ...) runs under one lock with the
    shard's state swapped into the default generator and out again.
 """
@@ -47,7 +48,7 @@ class StreamMode(TorchFunctionMode):
 
     def __init__(self, stream: Source) -> None:
         super().__init__()
-        self._stream = stream
+        self.stream = stream
         self._handlers = _handlers()
 
     def __torch_function__(
@@ -60,7 +61,7 @@ class StreamMode(TorchFunctionMode):
         handler = self._handlers.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
-        return handler(self._stream, func, args, kwargs or {})
+        return handler(self.stream, func, args, kwargs or {})
 
 
 # ---------------------------------------------------------------------------
@@ -82,6 +83,8 @@ def _handlers() -> dict[Any, Handler]:
         table[func] = _swapped
     for func in _names(torch, _RECURRENT):
         table[func] = _recurrent
+    for func, num_dims in ((F.dropout1d, 3), (F.dropout2d, 4), (F.dropout3d, 5)):
+        table[func] = functools.partial(_dropout_of_channels, num_dims=num_dims)
     table[F.dropout] = table[torch.dropout] = _dropout
     table[torch.dropout_] = functools.partial(_dropout, inplace=True)
     return table
@@ -104,8 +107,8 @@ _SWAPPED = (
     "feature_alpha_dropout_ native_dropout rrelu rrelu_"
 )
 _SWAPPED_FUNCTIONAL = (
-    "dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax "
-    "multi_head_attention_forward scaled_dot_product_attention "
+    "alpha_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax multi_head_attention_forward "
+    "scaled_dot_product_attention "
     "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
     "fractional_max_pool3d_with_indices"
 )
@@ -166,13 +169,31 @@ def _dropout(
     kwargs: dict[str, Any],
     inplace: bool = False,
 ) -> Any:
-    values, p, training, inplace = _dropout_arguments(*args, **{"inplace": inplace, **kwargs})
+    values, p, training, is_asked = _dropout_arguments(*args, **kwargs)
     if not training or not 0.0 < p < 1.0 or not values.is_cpu or not values.numel():
         return func(*args, **kwargs)  # nothing to draw, or a p that torch will refuse
     if _is_watched():
         return _swapped(stream, func, args, kwargs)  # the same numbers
+    return _drop(stream, values, torch.empty_like(values), p, inplace or is_asked)
+
+
+def _dropout_of_channels(
+    stream: Source, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_dims: int
+) -> Any:
+    values, p, training, inplace = _dropout_arguments(*args, **kwargs)
+    if not training or not 0.0 < p < 1.0 or not values.is_cpu or not values.numel():
+        return func(*args, **kwargs)
+    if values.dim() != num_dims or torch._C._has_torch_function_unary(values) or not _is_ordinary():
+        # Torch has more to say to it, or somebody looks (a subclass, a mode of the caller's).
+        return _swapped(stream, func, args, kwargs)  # the same numbers
+    shape = [*values.shape[:2]] + [1] * (num_dims - 2)
+    return _drop(stream, values, values.new_empty(shape), p, inplace)
+
+
+def _drop(stream: Source, values: Tensor, noise: Tensor, p: float, inplace: bool) -> Tensor:
+    """Drop values as torch does it; ``noise`` is memory for what they are multiplied by."""
     kept = 1.0 - float(p)
-    noise = torch.empty_like(values).bernoulli_(kept, generator=stream.generator())
+    noise.bernoulli_(kept, generator=stream.generator())
     noise.div_(_scalar(kept) if noise.dim() and _is_ordinary() else kept)
     return values.mul_(noise) if inplace else values * noise
 

@@ -17,6 +17,7 @@ Guarantees: rows stay in order; only differentiable torch operations; no guess b
 Must not: walk containers.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -48,6 +49,9 @@ Whole = Callable[[list[Any]], Any]  # the one value that all shards' values stan
 Path = tuple[tuple[str, Any], ...]  # from the root: (what a path shows, what out_dims calls it)
 
 NUMBERS = (int, float, complex)
+_get_layout = operator.attrgetter("layout")
+_get_ndim = operator.attrgetter("ndim")
+_get_shape = operator.attrgetter("shape")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,9 +89,9 @@ def join_leaves(joining: Joining, values: list[Any], spec: Any, word: Any, path:
     values = _bring_together(values, joining.device)
     if not has_shape(first):
         return _join_by_component(joining, values, word, path)
-    if isinstance(first, Tensor) and any(v.layout != first.layout for v in values):
+    if isinstance(first, Tensor) and len({*map(_get_layout, values)}) > 1:
         refuse(joining, values, path, "has different layouts")
-    if any(not has_shape(v) or v.ndim != first.ndim for v in values):
+    if not all(map(has_shape, values)) or len({*map(_get_ndim, values)}) > 1:
         hint = " (a squeeze() without a dim also drops the rows of a one-row shard)"
         is_hint_due = 1 in joining.rows and len({*joining.rows}) > 1
         refuse(joining, values, path, f"has different numbers of dims{hint * is_hint_due}")
@@ -173,7 +177,7 @@ def _join_scalars(joining: Joining, values: list[Any], path: Path) -> Any:
     first = values[0]
     is_exact = not _is_inexact(first)
     # A state that is in a graph is averaged even if equal: each shard has its part in the gradient.
-    has_graph = any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    has_graph = True in [isinstance(value, Tensor) and value.requires_grad for value in values]
     # The mean of equal numbers is that number; their weighted sum may miss it by the last bit.
     is_mean = joining.strict or joining.reduction == "mean"
     has_values = not (isinstance(first, Tensor) and first.is_meta)
@@ -186,7 +190,8 @@ def _join_scalars(joining: Joining, values: list[Any], path: Path) -> Any:
 
 
 def _reduce(joining: Joining, values: list[Any], word: str, path: Path) -> Any:
-    if any(value.shape != values[0].shape for value in values):
+    shapes = list(map(_get_shape, values))
+    if shapes.count(shapes[0]) < len(shapes):
         refuse(joining, values, path, f"cannot be merged by {word!r}, its shapes differ")
     if not isinstance(values[0], Tensor):
         return reduce_numbers(joining, values, word)
@@ -250,7 +255,7 @@ def _bring_together(values: list[Any], device: torch.device | None) -> list[Any]
         target = device or first.device
     else:
         return values
-    return [move_tensor(value, target) for value in values]
+    return [v if v.device == target else move_tensor(v, target) for v in values]
 
 
 def _has_rows(joining: Joining, values: Sequence[Any], dim: int) -> bool:

@@ -40,7 +40,7 @@ class Lender:
                 if lent is None or lent() is None:
                     return self._hand_out(number, memory)
             if len(self._kept) == _NUM_KEPT or num_bytes == 0:
-                return torch.empty(num_bytes, dtype=torch.uint8)
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             # Private: a forked child's gradients are its own.
             memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
             with contextlib.suppress(AttributeError, OSError):

@@ -429,4 +429,4 @@ def _mix(seed: int, number: int, rank: int) -> int:
     """Mix three numbers into a seed; torch's generator uses its low 32 bits."""
     mixed = torch.Generator()
     mixed.manual_seed((seed * 1_000_003 + number) * 1_000_003 % (1 << 62) + rank)
-    return int(torch.empty((), dtype=torch.int64).random_(generator=mixed))
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=mixed))

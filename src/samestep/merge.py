@@ -107,7 +107,7 @@ def merge(
             return torch.cat(tuple(outputs), dim)
     counts = rows if weights is None else weights
     num_rows = sum(counts)
-    shares = tuple(r / num_rows if num_rows else 1 / len(rows) for r in counts)
+    shares = tuple([r / num_rows if num_rows else 1 / len(rows) for r in counts])
     adder = naive_sum if total is None else total
     joining = Joining(tuple(rows), shares, dim, reduction, target, adder, whole, strict)
     return _merge_node(joining, list(outputs), out_dims, ())
@@ -148,7 +148,7 @@ def _merge_node(joining: Joining, values: list[Any], spec: Any, path: Path) -> A
     if word == "first" or (len(values) == 1 and not mirrors):
         return move_tree(values[0], joining.device)
     first = values[0]
-    if word is None and not mirrors and all(value is first for value in values):
+    if word is None and not mirrors and len({*map(id, values)}) == 1:
         return move_tree(first, joining.device)  # no shard's own: what one call would return
     if not _are_one_type(values):
         some_none = any(value is None for value in values)
@@ -176,8 +176,7 @@ def _merge_node(joining: Joining, values: list[Any], spec: Any, path: Path) -> A
 
 def _are_one_type(values: list[Any]) -> bool:
     """Do all shards have the same type here? All tensors are one type, parameters included."""
-    cls = type(values[0])
-    if all(type(value) is cls for value in values):
+    if len({*map(type, values)}) == 1:
         return True
     return all(isinstance(value, Tensor) for value in values)
 

@@ -140,7 +140,7 @@ class Mirror:
         """
         if version is None or version != self._version:
             self._version = version
-            self._tensors = list(module.named_parameters())
+            self._tensors = _tensors_of(module)
             self._form = _read_form(module)
         tensors = self._tensors
         found: Sums = {}
@@ -200,8 +200,11 @@ _MESSAGES = {
 
 
 def _sum_module(module: nn.Module) -> Sums:
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {name: _sum(tensor, None) for name, tensor in tensors}
+    return {name: _sum(tensor, None) for name, tensor in _tensors_of(module)}
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _read_form(module: nn.Module) -> Sums:

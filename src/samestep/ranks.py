@@ -188,7 +188,7 @@ def align_rows(tensor: Tensor, start: int, dim: int) -> Tensor:
     offset = start * tensor.stride(0) * width % _ALIGN
     if not offset or offset % width:
         return tensor
-    memory = torch.empty(tensor.numel() + _ALIGN // width, dtype=tensor.dtype)
+    memory = torch.empty(tensor.numel() + _ALIGN // width, dtype=tensor.dtype, device="cpu")
     skipped = (offset - memory.data_ptr()) % _ALIGN // width
     moved = memory[skipped : skipped + tensor.numel()].view(tensor.shape)
     return moved.copy_(tensor)

@@ -1,12 +1,13 @@
 """A shard's forward that keeps no activations and runs again in backward.
 
-What it holds: :class:`Recomputation`, around ``torch.utils.checkpoint``, which does the work. Why:
-with more shards than workers the shards take turns, and what fills the memory is the activations of
-all of them until backward. Run again, only those of the shards that run at one time exist.
+What it holds: :class:`Recomputation`, which adds to a second run (``rerun.py``) what is about the
+module. Why: with more shards than workers the shards take turns, and what fills the memory is the
+activations of all of them until backward. Run again, only those of the shards that run at one time
+exist.
 
-Guarantees: the second run sees what the first saw: the same rows, the same random numbers (the
-stream's state is kept by ``torch.utils.checkpoint``), the buffers as they were; so it gives the
-same bits. What it writes is dropped: the first run's state was merged already.
+Guarantees: the second run sees what the first saw: the same rows, the same random numbers, the
+buffers as they were; so it gives the same bits. What it writes is dropped: the first run's state
+was merged already.
 Must not: be used without a graph: there would be nothing to run it again.
 """
 
@@ -18,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from samestep.links import Link
 from samestep.replica import Replica
+from samestep.rerun import Rerun
 
 __all__ = ["Recomputation"]
 
@@ -43,7 +44,7 @@ class Recomputation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward for the first time."""
-        return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
+        return Rerun(self._run, self._replica.slot.device)(*args, **kwargs)
 
     def keep(self) -> None:
         """Keep what the first run changed: call after it, before the source module is written."""
@@ -54,7 +55,8 @@ class Recomputation:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._versions is None:
             return self._function(*args, **kwargs)
-        self._check_unchanged()
+        with _unseen():
+            self._check_unchanged()
         with self._buffers_as_they_were():
             return self._function(*args, **kwargs)
 
@@ -76,7 +78,7 @@ class Recomputation:
     def _buffers_as_they_were(self) -> Iterator[None]:
         copies = [link.copy for link, _ in self._buffers]
         norms = self._replica.norms
-        with torch.no_grad():
+        with _unseen(), torch.no_grad():
             now = [copy.clone() for copy in copies]
             _write(copies, [before for _, before in self._buffers])
         for norm in norms:
@@ -86,8 +88,11 @@ class Recomputation:
         finally:
             for norm in norms:
                 norm.is_paused = False
-            with torch.no_grad():
+            with _unseen(), torch.no_grad():
                 _write(copies, now)
+
+
+_unseen = torch._C.DisableTorchFunction  # each call would go through the shard's own mode
 
 
 def _write(targets: list[Tensor], values: list[Tensor]) -> None:

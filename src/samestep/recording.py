@@ -133,9 +133,9 @@ def find_setting(device: torch.device) -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        # Not by the older functions, which fail where a script uses these.
+        *[module.fp32_precision for module in _PRECISIONS],
         torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.allow_tf32,
         torch.backends.cudnn.deterministic,
         torch.cuda.current_stream(device).cuda_stream if kind == "cuda" else 0,
     )
@@ -147,6 +147,13 @@ def find_setting(device: torch.device) -> tuple[Any, ...]:
 
 _lock = threading.Lock()  # torch allows one capture at a time in a process
 _failed: list[Any] = []  # see [Note: a capture that failed]
+_PRECISIONS: list[Any] = [
+    torch.backends,
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn,
+    torch.backends.cudnn.conv,  # type: ignore[attr-defined]  # made when torch is imported
+    torch.backends.cudnn.rnn,
+]
 _NUM_WARM_UPS = 3  # as torch has it: libraries choose algorithms and make workspaces meanwhile
 
 

@@ -36,13 +36,13 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from samestep.devices import move_tensor
-from samestep.holders import is_sole
+from samestep.holders import find_sole
 
 __all__ = [
     "Node",
@@ -111,25 +111,30 @@ def sum_lists(left: Gradients, right: Gradients) -> Gradients:
 
 
 def absorb(left: Gradients, right: Gradients) -> Gradients:
-    """The same, with large sums in the memory of ``left``'s entries that nobody else holds.
+    """The same; lists that are worth it in the memory of ``left``'s entries that nobody else holds.
 
     Neither list may be used again. See :mod:`samestep.holders`.
     """
-    large = [i for i, value in enumerate(left) if value is not None and value.numel() >= _WORTH]
-    given = [index for index in large if _may_absorb(left, index, right)] if large else ()
+    sizes = [0 if value is None else value.numel() for value in left]
+    large = [index for index, size in enumerate(sizes) if size >= _WORTH]
+    given: list[int] = []
+    if sum(sizes) >= _WORTH_ALL and large:
+        given = [i for i in find_sole(left, large) if _are_alike((left[i], right[i]))]
     if not given:
         return sum_lists(left, right)
-    rest = [index for index in range(len(left)) if index not in {*given}]
-    sums = sum_lists(_pick(left, rest), _pick(right, rest)) if rest else []
     torch._foreach_add_(_pick(left, given), _pick(right, given))  # type: ignore[arg-type]
-    for index, total in zip(rest, sums, strict=True):
-        left[index] = total
+    if len(given) < len(left):
+        rest = [index for index in range(len(left)) if index not in {*given}]
+        sums = sum_lists(_pick(left, rest), _pick(right, rest))
+        for index, total in zip(rest, sums, strict=True):
+            left[index] = total
     return left
 
 
 def is_large(values: Iterable[Tensor]) -> bool:
     """Whether adding such lists takes so long that several workers should share the work."""
-    return sum(map(Tensor.numel, values)) >= _LARGE
+    sizes = list(map(Tensor.numel, values))
+    return sum(sizes) >= max(_LARGE, _LARGE_EACH * len(sizes))
 
 
 class TreeSum(Generic[T]):
@@ -252,45 +257,20 @@ def sum_slices(
     Exactness: the same bits as adding them one after another. See [Note: slices].
     """
     found: dict[Node, Gradients] = {}
-    pieces: list[tuple[Recipe, list[Tensor], Tensor]] = []
+    pieces: list[_Piece] = []
     lists = list(parts.values())
     for node, recipe in plan_tree(num_values, parts).items():
         if isinstance(recipe, int):
             found[node] = lists[recipe]
             continue
-        found[node] = []
         needed = _numbers(recipe)
-        renumbered = _renumber(recipe, needed)
-        for index in range(len(lists[0])):
-            # The first in the order of additions: its entries are read before they are written.
-            is_free = is_sole(lists[needed[0]], index)
-            operands = [lists[number][index] for number in needed]
-            flat = [v.view(-1) for v in operands if v is not None and _is_flat(v, operands[0])]
-            if len(flat) < len(operands):
-                found[node].append(evaluate(renumbered, operands))
-                continue
-            first = operands[0]
-            assert first is not None  # as none of them is
-            total = first if is_free else torch.empty_like(first)
-            found[node].append(total)
-            pieces.append((renumbered, flat, total.view(-1)))
-    size = sum(total.numel() for _, _, total in pieces)
+        rows = [lists[number] for number in needed]
+        made = _lay_out(_renumber(recipe, needed), rows)
+        found[node] = [one.total if isinstance(one, _Piece) else one for one in made]
+        pieces += [one for one in made if isinstance(one, _Piece)]
+    size = sum([piece.total.numel() for piece in pieces])
     cuts = [size * worker // num_workers for worker in range(num_workers + 1)]
-
-    def job(first: int, last: int) -> Callable[[], None]:
-        def work() -> None:
-            at = 0
-            for recipe, flat, total in pieces:
-                begin, end = max(first - at, 0), min(last - at, total.numel())
-                at += total.numel()
-                if begin == 0 and end == total.numel():  # most of them, where there are many
-                    add_into(total, recipe, flat)
-                elif begin < end:
-                    add_into(total[begin:end], recipe, [value[begin:end] for value in flat])
-
-        return work
-
-    run([job(a, b) for a, b in itertools.pairwise(cuts)])
+    run([functools.partial(_add_slice, pieces, a, b) for a, b in itertools.pairwise(cuts)])
     return found
 
 
@@ -322,9 +302,12 @@ def add_into(total: Tensor, recipe: Recipe, values: Sequence[Tensor]) -> None:
 # -1 on the CPU; in a C loop, a third of what asking for ``device`` takes.
 _get_index: Callable[[Tensor | None], int] = Tensor.get_device  # type: ignore[assignment]
 _LARGE = 1 << 19  # entries; below, handing the work to others takes longer than the work
+_LARGE_EACH = 1 << 14  # entries of one tensor, on average: each has to be looked at before
 _BLOCK = 1 << 15  # entries: a few blocks of floats fit into a core's own cache
-# Entries; asking who holds a smaller tensor takes longer than memory for another one.
-_WORTH = 1 << 14
+# Entries of one tensor, and of a list: memory for less is at hand sooner than the answer to who
+# holds it.
+_WORTH = 1 << 11
+_WORTH_ALL = 1 << 16
 
 
 @functools.cache
@@ -336,14 +319,66 @@ def _widths(num_values: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-def _may_absorb(left: Gradients, index: int, right: Gradients) -> bool:
-    """Whether ``right``'s entry may be added to ``left``'s in place."""
-    other = right[index]
-    own = left[index]
-    if own is None or other is None or not (_is_flat(own, other) and _is_flat(other, own)):
-        return False
-    del own
-    return is_sole(left, index)
+class _Piece(NamedTuple):
+    """A sum that is added entry by entry, and so by slices."""
+
+    recipe: Recipe
+    values: tuple[Tensor, ...]
+    total: Tensor  # the first value itself, where nobody else holds it
+
+
+def _lay_out(recipe: Recipe, rows: Sequence[Gradients]) -> list[_Piece | Tensor | None]:
+    """Say of each sum where it will be; those that are no matter of single entries are added."""
+    free = {*find_sole(rows[0], range(len(rows[0])))}
+    made: list[_Piece | Tensor | None] = []
+    for index, values in enumerate(zip(*rows, strict=True)):
+        if not _are_alike(values):
+            made.append(evaluate(recipe, values))
+            continue
+        # The first in the order of additions: its entries are read before they are written.
+        total = values[0] if index in free else torch.empty_like(values[0])
+        made.append(_Piece(recipe, values, total))
+    return made
+
+
+def _add_slice(pieces: Sequence[_Piece], first: int, last: int) -> None:
+    """Add the entries from ``first`` to ``last``, counted over all pieces."""
+    totals: list[Tensor] = []
+    others: list[Tensor] = []
+    at = 0
+    for recipe, values, total in pieces:
+        begin, end = first - at, last - at
+        size = total.numel()
+        at += size
+        if begin >= size or end <= 0:
+            continue
+        is_free = total is values[0]
+        parts = [total, *values]
+        if begin > 0 or end < size:
+            begin, end = max(begin, 0), min(end, size)
+            parts = [part.view(-1)[begin:end] for part in parts]
+        if is_free and len(values) == 2:  # most of them; where there are many, in one call
+            totals.append(parts[0])
+            others.append(parts[2])
+        else:
+            flat = [part.view(-1) for part in parts]
+            add_into(flat[0], recipe, flat[1:])
+    if totals:
+        with torch.no_grad():
+            torch._foreach_add_(totals, others)
+
+
+def _are_alike(values: Sequence[Tensor | None]) -> bool:
+    """Whether these are dense tensors of one form, which can be added entry by entry."""
+    form = None
+    for value in values:
+        if value is None or value.layout is not torch.strided or value.requires_grad:
+            return False
+        own = value.shape, value.dtype, value.device
+        if (form or own) != own or not value.is_contiguous():
+            return False
+        form = own
+    return True
 
 
 def _pick(values: Gradients, indices: Sequence[int]) -> Gradients:
@@ -360,13 +395,3 @@ def _renumber(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
     if isinstance(recipe, int):
         return numbers.index(recipe)
     return _renumber(recipe[0], numbers), _renumber(recipe[1], numbers)
-
-
-def _is_flat(value: Tensor, first: Tensor | None) -> bool:
-    return (
-        first is not None
-        and value.layout == torch.strided
-        and value.is_contiguous()
-        and (value.shape, value.dtype, value.device) == (first.shape, first.dtype, first.device)
-        and not value.requires_grad
-    )

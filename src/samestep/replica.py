@@ -25,6 +25,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch.nn.parameter import is_lazy
 from samestep.copies import Copies, Flat, lay_out
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
-from samestep.follow import Follower
+from samestep.follow import Follower, Leaf
 from samestep.links import Link, Rows, as_leaf, copy_to, get_addresses
 from samestep.norm import NormRecord
 from samestep.pattern import Pattern
@@ -118,6 +119,8 @@ class Replica:
 
     def _copy_tree(self, model: Replica | None, pattern: Pattern | None) -> Follower:
         devices = {self.home: self.slot.device}
+        # Not a bound method: a replica that nobody has any more is free at once.
+        leaf: Leaf = partial(Replica._link, weakref.proxy(self))
         if model is not None and pattern is not None:
             is_alike = self.slot.device == model.slot.device and not (self.rows or model.rows)
             leaves = {}
@@ -125,8 +128,8 @@ class Replica:
                 found = (link.is_alias, link.is_private, link.is_suspect)
                 kind = found if is_alike else self._judge(link.source)
                 leaves[key] = self._add_link(link.source, link.path, *kind)
-            return model.follower.repeat(pattern, self._link, devices, leaves)
-        follower = Follower(self.source, self._link, devices)
+            return model.follower.repeat(pattern, leaf, devices, leaves)
+        follower = Follower(self.source, leaf, devices)
         for link in self.links.values():
             if isinstance(link.source, nn.Parameter) or link.source.__dict__:
                 # What the user put on a tensor belongs to the replica's too.
@@ -294,6 +297,11 @@ class Replica:
     def has_gradients(self) -> bool:
         """Whether the forward called ``backward()`` itself."""
         return not all(map(operator.is_, map(_get_gradient, self._graded), _NONES))
+
+    def drop_gradients(self) -> None:
+        """Forget what the forward accumulated itself, in a call that is not to stand."""
+        for copy in self._graded:
+            copy.grad = None
 
     def _set_clocks(self) -> None:
         """See [Note: what tells of a change]."""

@@ -18,6 +18,7 @@ write through ``.data`` into a tensor that is held as a copy (``refresh(force=Tr
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 import weakref
@@ -79,6 +80,7 @@ class ReplicaSet:
         #: Counts up whenever a module was exchanged or train()/eval() was called.
         self.generation = 0
         self._num_lists = 0
+        self._number = next(_numbers)
         self.clear()
 
     def stats(self) -> ReplicaStats:
@@ -87,10 +89,10 @@ class ReplicaSet:
         return ReplicaStats(builds, updates, copied, size)
 
     @property
-    def version(self) -> tuple[int, int]:
-        """After a refresh: another one if, since an earlier refresh, anything in the module's tree
-        or a tensor's memory or ``requires_grad`` was exchanged."""
-        return self.generation, self._num_lists
+    def version(self) -> tuple[int, int, int]:
+        """After a refresh: another one if, since an earlier refresh of this or another set,
+        anything in the module's tree or a tensor's memory or ``requires_grad`` was exchanged."""
+        return self._number, self.generation, self._num_lists
 
     def renew(self) -> None:
         """Start anew in a forked child: a call may have been half done, and the lock held."""
@@ -134,6 +136,8 @@ class ReplicaSet:
                 cells = replica.follower.cells
                 self.mark_dirty([cells[index] for index in replica.snapshot.changed()])
             self.mark_moved([link.source for link in replica.find_moved()])
+            if replica.has_gradients():
+                replica.drop_gradients()
 
     def make_private(self, tensors: Sequence[Tensor]) -> None:
         """Forwards write these tensors: let each replica have a copy of its own from now on."""
@@ -360,6 +364,7 @@ class ReplicaSet:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_numbers = itertools.count()
 _get_index = operator.attrgetter("index")
 
 

@@ -1,9 +1,10 @@
 """Random numbers: one stream per shard, ruled by the caller's generator.
 
 What it holds: :class:`Draws` (one call's seed, drawn from the caller's generator when first
-needed), :class:`Stream` (one shard's generator) and :class:`use_stream`, in which it rules the
-thread. Why: on the CPU all threads share torch's one default generator, so the numbers that a
-replica sees would depend on thread timing, and ``torch.manual_seed`` would rule nothing.
+needed), :class:`Stream` (one shard's generator), :class:`use_stream`, in which it rules the thread,
+and :class:`Moment`, to which a thread's numbers can go back. Why: on the CPU all threads share
+torch's one default generator, so the numbers that a replica sees would depend on thread timing, and
+``torch.manual_seed`` would rule nothing.
 
 Guarantees:
 - The numbers depend on the caller's generator and the shard's index; not on threads, timing,
@@ -31,11 +32,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from samestep.intercept import StreamMode
 
 __all__ = [
     "Draws",
+    "Moment",
     "Stream",
     "Watch",
     "current_stream",
@@ -124,7 +127,8 @@ class Draws:
                     torch._C._DisableFuncTorch(),
                     torch.inference_mode(False),
                 ):
-                    drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+                    drawn = torch.empty((), dtype=torch.int64, device="cpu")
+                    drawn.random_(generator=generator)
                 self._seeds[id(generator)] = int(drawn)
                 self._users.append(generator)
                 if generator is _REAL:
@@ -182,6 +186,25 @@ class Stream:
                 mine.set_state(_REAL.get_state())
                 _REAL.set_state(before)
 
+    def copy(self) -> Stream:
+        """Return a stream that will give the numbers that this one would give next."""
+        copied = Stream(self._draws, self._index)
+        for key, generator in self._generators.items():
+            copied._generators[key] = torch.Generator()
+            copied._generators[key].set_state(generator.get_state())
+        return copied
+
+    @contextlib.contextmanager
+    def replaced(self, other: Stream) -> Iterator[None]:
+        """Draw from ``other``, which moves on, until the ``with`` ends."""
+        names = ("_draws", "_index", "_generators", "_default")
+        before = [getattr(self, name) for name in names]
+        self.__dict__.update((name, getattr(other, name)) for name in names)
+        try:
+            yield
+        finally:
+            self.__dict__.update(zip(names, before, strict=True))
+
     @contextlib.contextmanager
     def seeded(self, device: torch.device) -> Iterator[None]:
         """Seed an accelerator's generator from this stream, and put its state back afterwards.
@@ -191,7 +214,8 @@ class Stream:
         module = torch.get_device_module(device)
         generator = module.default_generators[device.index]
         before = generator.get_state()
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator()))
+        drawn = torch.empty((), dtype=torch.int64, device="cpu")
+        seed = int(drawn.random_(generator=self.generator()))
         generator.manual_seed(seed)
         try:
             yield
@@ -225,6 +249,35 @@ class use_stream:
         _current.stream = self._before
         if self._mode is not None:
             self._mode.__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+
+
+class Moment:
+    """Where this thread's random numbers are now, to come back to any number of times."""
+
+    def __init__(self) -> None:
+        stream = _current.stream
+        self._now = _REAL.get_state() if stream is None else stream.copy()
+        self._is_intercepted = _find_mode() is not None
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw again what was drawn from this moment on; then all is as before."""
+        if isinstance(self._now, Tensor):
+            before = _REAL.get_state()
+            _REAL.set_state(self._now)
+            try:
+                yield
+            finally:
+                _REAL.set_state(before)
+            return
+        mode = _find_mode()
+        if mode is None:  # or set aside, as torch.autograd.grad does when a forward calls it
+            with use_stream(self._now.copy(), intercept=self._is_intercepted):
+                yield
+        else:
+            ruling: Any = mode.stream
+            with use_stream(ruling, intercept=False), ruling.replaced(self._now.copy()):
+                yield
 
 
 class Watch:
@@ -271,6 +324,15 @@ def read_default() -> bytes:
 def _read(state: Tensor) -> bytes:
     """The bytes of a generator's state: at every call, a quarter of what torch.equal takes."""
     return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _find_mode() -> StreamMode | None:
+    """What gives random functions in this thread a stream's generator. The threads of torch's
+    backward have the modes of the one that called it, and no current stream."""
+    if torch._C._len_torch_function_stack() == 0:
+        return None
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode for mode in reversed(modes) if isinstance(mode, StreamMode)), None)
 
 
 _PROXY = _ThreadGenerator()

@@ -340,7 +340,7 @@ def _cut_packed(value: PackedSequence, sizes: Sequence[int]) -> list[PackedSeque
     offsets = batch_sizes.cumsum(0) - batch_sizes
     places = value.unsorted_indices
     if places is None:
-        places = torch.arange(int(batch_sizes[0]))
+        places = torch.arange(int(batch_sizes[0]), device="cpu")
     pieces = []
     start = 0
     for size in sizes:
@@ -361,7 +361,7 @@ def _join_packed(values: Sequence[PackedSequence]) -> PackedSequence:
     ordered, order = lengths.sort(descending=True)  # ties as torch's own packing leaves them
     if torch.equal(lengths, ordered) and all(value.sorted_indices is None for value in values):
         order = None
-    times = torch.arange(int(ordered[0]))
+    times = torch.arange(int(ordered[0]), device="cpu")
     going = ordered[None, :] > times[:, None]
     # Where each step of each row lies in the pieces' data put end to end: [times, rows].
     sources = []
@@ -369,8 +369,12 @@ def _join_packed(values: Sequence[PackedSequence]) -> PackedSequence:
     for value in values:
         offsets = value.batch_sizes.cumsum(0) - value.batch_sizes
         places = value.unsorted_indices
-        places = torch.arange(int(value.batch_sizes[0])) if places is None else places.cpu()
-        source = torch.zeros(len(times), len(places), dtype=torch.int64)
+        places = (
+            torch.arange(int(value.batch_sizes[0]), device="cpu")
+            if places is None
+            else places.cpu()
+        )
+        source = torch.zeros(len(times), len(places), dtype=torch.int64, device="cpu")
         source[: len(offsets)] = base + offsets[:, None] + places[None, :]
         sources.append(source)
         base += len(value.data)
@@ -384,7 +388,7 @@ def _join_packed(values: Sequence[PackedSequence]) -> PackedSequence:
 
 def _row_lengths(value: PackedSequence) -> Tensor:
     """Return the length of each sequence, in the order of the rows."""
-    places = torch.arange(int(value.batch_sizes[0]))
+    places = torch.arange(int(value.batch_sizes[0]), device="cpu")
     lengths = (value.batch_sizes[:, None] > places[None, :]).sum(0)
     return lengths if value.unsorted_indices is None else lengths[value.unsorted_indices.cpu()]
 

@@ -16,6 +16,7 @@ Linux permits among processes of one user. Where that cannot be done, :func:`is_
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import mmap
 import os
@@ -79,11 +80,15 @@ def read_layout(tensor: Tensor) -> Layout:
 
 
 class Address(NamedTuple):
-    """Where a segment is found by another process, and its size."""
+    """Where a segment is found by another process, and its size.
+
+    The number is another one for each segment of a process: its files' numbers come again.
+    """
 
     process: int
     file: int
     num_bytes: int
+    number: int
 
 
 def is_supported() -> bool:
@@ -155,6 +160,7 @@ class Segments:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_numbers = itertools.count()
 _SMALLEST = 1 << 20  # growing costs a file and a mapping in every process
 
 
@@ -167,7 +173,7 @@ def _make(num_bytes: int) -> tuple[Address, Tensor]:
     except BaseException:
         os.close(file)
         raise
-    return Address(os.getpid(), file, num_bytes), memory
+    return Address(os.getpid(), file, num_bytes, next(_numbers)), memory
 
 
 def _map(file: int, num_bytes: int) -> Tensor:

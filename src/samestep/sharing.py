@@ -217,4 +217,5 @@ def _empty_like(tensor: Tensor, num_rows: int, dim: int) -> Tensor:
     if not has_dim or (shape[dim] != num_rows and num_rows in shape):
         dim = shape.index(num_rows) if num_rows in shape else 0
     shape[dim] = 0
-    return torch.empty(shape, dtype=tensor.dtype).requires_grad_(tensor.requires_grad)
+    # Of what another rank has, only the form is here, without a device.
+    return torch.empty(shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)

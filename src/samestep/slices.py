@@ -116,7 +116,9 @@ class Summing:
         self._read = [iter(found) for found in read]
         sums: MaybeTensors = [None] * self._plan.num_entries
         for span in self._plan.whole:
-            total = torch.empty(span.num_bytes // span.dtype.itemsize, dtype=span.dtype)
+            total = torch.empty(
+                span.num_bytes // span.dtype.itemsize, dtype=span.dtype, device="cpu"
+            )
             self._add_span(span, total)
             at = 0
             for entry in span.entries:

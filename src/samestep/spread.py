@@ -210,5 +210,5 @@ def describe(error: BaseException) -> Failure:
 
 def pick_entries(num_entries: int, num_picked: int, turn: int) -> Tensor:
     """Positions of some entries of a tensor, scattered, for each ``turn`` others."""
-    steps = torch.arange(num_picked) + turn * num_picked
+    steps = torch.arange(num_picked, device="cpu") + turn * num_picked
     return steps.mul_(2654435761).add_(turn).remainder_(num_entries)

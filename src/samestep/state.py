@@ -123,6 +123,9 @@ class StateWriter:
         with torch.no_grad():
             for action in decided:
                 action()
+            for source, gradient in changes.gradients:
+                before = source.grad
+                source.grad = gradient if before is None else before + gradient
         for link in changes.switched:
             link.source.requires_grad_(not link.source.requires_grad)
         for entry in removed:

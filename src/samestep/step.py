@@ -106,7 +106,7 @@ def run_shards(
     if captures is not None:
         captures.note(told.changes, told.has_gradients)
     if told.has_gradients:
-        _collect_gradients(replicas, model, runner)
+        told.changes.gradients = _collect_gradients(replicas, model, runner)
     if not is_tied:
         return told.outputs, told.changes, told.notes
     num_shards, changes = spread.num_shards, told.changes
@@ -172,8 +172,13 @@ def _run(
     ]
 
 
-def _collect_gradients(replicas: Sequence[Replica], model: Replica, runner: Runner) -> None:
-    """Bring home what a forward accumulated by calling ``backward()`` itself."""
+def _collect_gradients(
+    replicas: Sequence[Replica], model: Replica, runner: Runner
+) -> list[tuple[Tensor, Tensor]]:
+    """What forwards accumulated by calling ``backward()`` themselves, per source tensor.
+
+    It is written with the other state, if the attempt stands.
+    """
     links = sorted(model.links.values(), key=lambda link: link.path)
     spread = runner.spread
     sums: TreeSum[list[Tensor | None]] = TreeSum(spread.num_shards, sum_lists)
@@ -189,10 +194,8 @@ def _collect_gradients(replicas: Sequence[Replica], model: Replica, runner: Runn
         totals, _ = spread.reduce(
             "gradients in forward", sums.parts(), engine.num_workers, engine.share_work
         )
-        for link, total in zip(links, totals, strict=True):
-            if total is not None:
-                before = link.source.grad
-                link.source.grad = total if before is None else before + total
+    pairs = zip(links, totals, strict=True)
+    return [(link.source, total) for link, total in pairs if total is not None]
 
 
 class _Never:

@@ -58,7 +58,7 @@ from torch import Tensor
 
 from samestep.backward import MSG_FREED, Backward, ShardGraphs, unflatten
 from samestep.context import current_shard
-from samestep.graphs import find_needed, nodes_of, put_after, without_hooks
+from samestep.graphs import apply_node, find_needed, nodes_of, put_after, without_hooks
 
 __all__ = ["ShardGraphs", "stitch"]
 
@@ -85,11 +85,11 @@ def stitch(
         # Where the caller's own graph reaches into the shards', the engine frees what it walks, and
         # the stitch would come too late.
         put_after(nodes_of(chain(*graphs.outputs)), flat[0].grad_fn)
-    return unflatten(flat, [len(row) for row in values])
+    return unflatten(flat, map(len, values))
 
 
 def _apply(graphs: ShardGraphs, values: MaybeTensors, inputs: Tensors) -> MaybeTensors:
-    return list(_Stitch.apply(graphs, values, *inputs))  # type: ignore[no-untyped-call]  # torch's
+    return list(apply_node(_Stitch, graphs, values, inputs=inputs))
 
 
 class _Stitch(torch.autograd.Function):
@@ -105,7 +105,7 @@ class _Stitch(torch.autograd.Function):
         # not see, say, every parameter go by.
         ctx.inputs = inputs
         ctx.set_materialize_grads(False)
-        return tuple(value if value is None else value.detach() for value in values)
+        return tuple([value if value is None else value.detach() for value in values])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,8 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Container, Sequence
+from functools import partial
+from itertools import chain, compress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -89,17 +91,17 @@ def look_at(tree: Any, replica: Replica, leaves: Sequence[Tensor | None]) -> Gra
     seen = survey(edges, positions)
     uses, foreign = [], []
     for found in seen.leaves:
-        paths = {key: replica.paths[key] for key in found if key in replica.paths}
-        rows = {positions[key]: None for key in found if key in positions} if positions else {}
+        paths = frozenset(map(replica.paths.__getitem__, replica.paths.keys() & found.keys()))
+        rows = frozenset(map(positions.__getitem__, positions.keys() & found.keys()))
         others: dict[int, Tensor] = {}
         if len(paths) + len(rows) < len(found):
             others = {
                 key: leaf
                 for key, leaf in found.items()
-                if key not in positions and key not in paths and leaf.requires_grad
+                if key not in positions and key not in replica.paths and leaf.requires_grad
             }
-        shapes = tuple([tuple(leaf.shape) for leaf in others.values()])
-        uses.append(Uses(frozenset(rows), frozenset(paths.values()), shapes))
+        shapes = [tuple(leaf.shape) for leaf in others.values()] if others else ()
+        uses.append(Uses(rows, paths, tuple(shapes)))
         foreign.append(others)
     look = Look(uses, seen.pairs, seen.is_reentrant, replica.has_hooks())
     return Graph(look, edges, foreign)
@@ -125,17 +127,18 @@ def tie(
         leaves, local: per shard of the call, its L leaves and the caller's tensors for them.
         runner: how to run.
     """
-    found = [_find_recorded(tree, model.links) for tree in trees]
+    found = [list(_find_recorded(tree, model.links).values()) for tree in trees]
     if not any(found):
         return trees
     tables: list[dict[int, Tensor]] = [{} for _ in trees]
-    pairs = [pair for look in looks for pair in look.pairs]
-    for group in group_outputs([len(row) for row in found], pairs):
-        part = _Part(group, looks, graphs, replicas, model, leaves, local, runner)
-        values = [_pick(list(row.values()), group) for row in found]
-        tied = part.tie(values)
-        for table, row, old in zip(tables, tied, values, strict=True):
-            table.update((id(one), other) for one, other in zip(old, row, strict=True))
+    pairs = list(chain(*map(_get_pairs, looks)))
+    groups = group_outputs(list(map(len, found)), pairs)
+    for group in groups:
+        pick = list if len(groups) == 1 else partial(_pick, group)
+        part = _Part(pick, looks, graphs, replicas, model, leaves, local, runner)
+        values = list(map(pick, found))
+        for table, row, old in zip(tables, part.tie(values), values, strict=True):
+            table.update(zip(map(id, old), row, strict=True))
     return [map_tensors(_look_up(table), tree) for tree, table in zip(trees, tables, strict=True)]
 
 
@@ -148,7 +151,7 @@ class _Part:
 
     def __init__(
         self,
-        group: list[int],
+        pick: Callable[[list[Any]], list[Any]],
         looks: Sequence[Look],
         graphs: Sequence[Graph],
         replicas: Sequence[Replica],
@@ -157,29 +160,29 @@ class _Part:
         local: list[list[Tensor]],
         runner: Runner,
     ) -> None:
-        self._group = group
         self._runner = runner
-        self._uses = [_pick(look.uses, group) for look in looks]
-        self._is_reentrant = True in [look.is_reentrant for look in looks]
-        self._is_shared = True in [look.is_shared for look in looks]
+        self._uses: list[list[Uses]] = list(map(pick, map(_get_uses, looks)))
+        self._is_reentrant = True in map(_is_reentrant, looks)
+        self._is_shared = True in map(_is_shared, looks)
         self._leaves, self._local = list(leaves), list(local)
         if any(local):
             kept = [sorted({i for one in row for i in one.local}) for row in self._uses]
-            self._leaves = [_pick(row, places) for row, places in zip(leaves, kept, strict=True)]
-            self._local = [_pick(row, places) for row, places in zip(local, kept, strict=True)]
-        found = self._find_sources(replicas, model)
-        self._sources = [link.source for link in found]
-        self._names = [link.path for link in found]
-        mine = runner.spread.mine
+            self._leaves = list(map(_pick, kept, leaves))
+            self._local = list(map(_pick, kept, local))
+        found, copies = self._find_sources(replicas, model)
+        self._sources = list(map(_get_source, found))
+        self._names = list(map(_get_path, found))
         self._replicated: list[list[Tensor]] = [[] for _ in looks]
         self._edges: list[list[Edge | None]] = [[ELSEWHERE] * len(row) for row in self._uses]
-        for k, replica, graph in zip(mine, replicas, graphs, strict=True):
-            self._replicated[k] = [replica.links[id(link.source)].copy for link in found]
-            self._edges[k] = list(_pick(graph.edges, group))
         # Parameters from outside of the module, which forward reached by a global variable or a
         # closure: the shards' graphs end in the user's own tensors.
-        rows = [leaf for graph in graphs for leaf in _pick(graph.foreign, group)]
-        self._foreign = list({key: leaf for row in rows for key, leaf in row.items()}.values())
+        foreign: dict[int, Tensor] = {}
+        for k, own, graph in zip(runner.spread.mine, copies, graphs, strict=True):
+            self._replicated[k] = own
+            self._edges[k] = pick(graph.edges)
+            for reached in pick(graph.foreign):
+                foreign.update(reached)
+        self._foreign = list(foreign.values())
         if not runner.spread.is_alone:
             self._check_foreign()
 
@@ -205,20 +208,27 @@ class _Part:
         )
         return stitch(graphs, values, sources, self._local)
 
-    def _find_sources(self, replicas: Sequence[Replica], model: Replica) -> list[Link]:
-        """The source's tensors that a gradient may reach, in an order that is every rank's."""
-        used = frozenset[str]().union(*[one.paths for row in self._uses for one in row])
+    def _find_sources(
+        self, replicas: Sequence[Replica], model: Replica
+    ) -> tuple[list[Link], list[list[Tensor]]]:
+        """The source's tensors that a gradient may reach, in an order that is every rank's; and
+        per shard that is here the tensors that stand for them."""
+        used = frozenset[str]().union(*map(_get_paths, chain(*self._uses)))
         if self._is_reentrant:
             # What re-entrant checkpointing will reach cannot be seen in the graph beforehand.
             used |= {link.path for link in model.links.values() if link.source.grad_fn is None}
         found = model.pick(used)
-        for replica in replicas:
-            copies = [replica.links[id(link.source)].copy for link in found]
-            if not all(map(_needs_gradient, copies)):
-                found = [link for link, c in zip(found, copies, strict=True) if c.requires_grad]
         if not self._runner.spread.is_alone:
-            found = sorted(found, key=lambda link: link.path)
-        return found
+            found = sorted(found, key=_get_path)
+        keys = list(map(id, map(_get_source, found)))
+        copies = [
+            list(map(_get_copy, map(replica.links.__getitem__, keys))) for replica in replicas
+        ]
+        needed = [list(map(_needs_gradient, row)) for row in copies]
+        if not all(map(all, needed)):
+            kept = list(map(all, zip(*needed, strict=True)))
+            return list(compress(found, kept)), [list(compress(row, kept)) for row in copies]
+        return found, copies
 
     def _check_foreign(self) -> None:
         """Ranks know each other's parameters by where they are in the module."""
@@ -269,12 +279,18 @@ def find_tensors(tree: Any) -> list[Tensor]:
 
 
 _needs_gradient = operator.attrgetter("requires_grad")
+_get_source = operator.attrgetter("source")
+_get_copy = operator.attrgetter("copy")
+_get_path = operator.attrgetter("path")
+_get_uses = operator.attrgetter("uses")
+_get_pairs = operator.attrgetter("pairs")
+_get_paths = operator.attrgetter("paths")
+_is_reentrant = operator.attrgetter("is_reentrant")
+_is_shared = operator.attrgetter("is_shared")
 
 
-def _pick(row: Sequence[T], places: list[int]) -> list[T]:
+def _pick(places: list[int], row: Sequence[T]) -> list[T]:
     """What lies at these places, in order; a shard may have fewer outputs than another."""
-    if places and len(places) == len(row) == places[-1] + 1:
-        return list(row)  # all of it
     return [row[i] for i in places if i < len(row)]
 
 

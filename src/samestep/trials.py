@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from samestep.drawing import NoDraws, find_drawing, stop_drawing
-from samestep.errors import DrawWarning, SplitError, StateWarning
+from samestep.errors import DrawWarning, SplitError, StateWarning, describe_error, first_line
 from samestep.findings import Comparison, Trial, compare, get_allowed
 from samestep.mixing import find_mixing
 from samestep.module import DataParallel
@@ -41,7 +41,7 @@ from samestep.plan import SplitPlan
 from samestep.replica import home_device
 from samestep.split import cut, plan_split
 
-__all__ = ["Trials", "first_line"]
+__all__ = ["Trials"]
 
 Options = Mapping[str, Any]
 _UNRELATED = 0.1  # relative deviation that no rounding explains, whatever float64 says
@@ -161,7 +161,7 @@ class Trials:
                     own = self._compare(self.plain_own, found, None, self.own, count)
                 repeats = self._repeats(count, options)
         except Exception as error:
-            text = f"{type(error).__name__}: {first_line(error)}"
+            text = describe_error(error)
             return Trial(count, sizes, (), text, warnings=tuple(dict.fromkeys(caught)))
         comparisons = self._join(decisive, own, count)
         rounding = max((one.relative for one in own if one.equal), default=0.0)
@@ -349,11 +349,6 @@ class Trials:
             for _ in range(2)
         )
         return all(c.deviation == 0 for c in compare(one, two, self._state(), self.own))
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,185 @@
+"""A function whose graph keeps no tensors: what a backward asks for is computed by a second run.
+
+What it holds: :class:`Rerun`. Why: ``torch.utils.checkpoint`` does the same, and more that is not
+needed here; what it does for each tensor took a twelfth of a training step (see decision 0025).
+
+Guarantees:
+- The second run sees what the first saw of its arguments, random numbers, autocast and default
+  device; it is run as far as the last tensor that was saved. If an argument was written in place
+  since, or if it computes other tensors (their number, shapes, dtypes, devices), that is an error.
+- A tensor is forgotten when it is handed out, also where the graph is kept; each backward runs the
+  function again. Any order of derivative; backward or ``torch.utils.checkpoint`` in the function.
+- No object here is part of a cycle: what a graph held is free when the graph is.
+Must not: know modules, or what else a function reads; that is for the caller to restore.
+
+[Note: one backward at a time] Tensors are numbered as they are saved, and found by that number in
+the list that a second run made. There is one list, of the backward that asked last. If two take
+turns on one graph (one runs in a hook of the other), the first finds its list gone, and the
+function runs once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from samestep.rng import Moment
+from samestep.tree import iter_leaves
+
+__all__ = ["Rerun"]
+
+_NO_TASK = -1  # what torch says outside of a backward
+_unseen = torch._C.DisableTorchFunction  # each question would go through the shard's own mode
+
+
+class Rerun:
+    """One call of a function, and its second runs.
+
+    Args:
+        function: what to call; it must do the same again.
+        device: where it computes.
+    """
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self._function = function
+        self._device = device
+        self._looks: list[tuple[Any, ...]] = []  # of the tensors that the first run saved
+        self._task = _NO_TASK
+        self._tensors: list[Tensor | None] = []  # of the last second run, for this task
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function for the first time."""
+        with _unseen():
+            inputs = [x for _, x in iter_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            self._versions = [(x, x._version) for x in inputs if not x.is_inference()]
+        self._surroundings = _Surroundings(self._device, inputs)
+        self._function = partial(self._function, *args, **kwargs)
+        with saved_tensors_hooks(self._note, self._find):
+            return self._function()
+
+    def _note(self, tensor: Tensor) -> int:
+        self._looks.append(_look(tensor))
+        return len(self._looks) - 1
+
+    def _find(self, index: int) -> Tensor:
+        task = torch._C._current_graph_task_id()
+        tensor = self._tensors[index] if task == self._task != _NO_TASK else None
+        if tensor is None:  # see [Note: one backward at a time]
+            tensors = self._run_again()
+            self._task, self._tensors = task, tensors
+            tensor = tensors[index]
+            assert tensor is not None
+        self._tensors[index] = None
+        return tensor
+
+    def _run_again(self) -> list[Tensor | None]:
+        with _unseen():
+            is_changed = any(tensor._version != version for tensor, version in self._versions)
+        if is_changed:
+            raise RuntimeError(
+                "an argument of the forward was modified by an inplace operation after the forward "
+                "began; with recompute=True the forward runs again in backward and needs it as it "
+                "was"
+            )
+        found = _Found(self._looks)
+        with contextlib.ExitStack() as stack:
+            self._surroundings.restore(stack)
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(found.take, _keep))
+            with contextlib.suppress(_Enough):
+                self._function()
+        found.check()
+        return found.tensors
+
+
+class _Enough(Exception):
+    """All tensors that the first run saved are there."""
+
+
+class _Found:
+    """The tensors that a second run makes, compared with those of the first by their looks."""
+
+    def __init__(self, looks: list[tuple[Any, ...]]) -> None:
+        self._looks = looks
+        self._num = len(looks)
+        self.tensors: list[Tensor | None] = []
+        self._others: list[str] = []
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Keep one; the graph of the second run gets it without its own graph, as a cycle else."""
+        index = len(self.tensors)
+        if index == self._num:
+            return tensor  # the function caught what should have ended it
+        if tensor.requires_grad:
+            with _unseen():
+                tensor = tensor.detach()
+        look = _look(tensor)
+        if look != self._looks[index]:
+            self._others.append(f"tensor {index}: {self._looks[index]}, then {look}")
+        self.tensors.append(tensor)
+        if index + 1 == self._num:
+            raise _Enough
+        return tensor
+
+    def check(self) -> None:
+        """Say so if they are others."""
+        others = self._others
+        if len(self.tensors) != self._num:
+            others = [f"{self._num} tensors, then {len(self.tensors)}"]
+        if others:
+            raise RuntimeError(
+                "the forward ran again in backward, for recompute=True, and saved other tensors "
+                "than the first time: " + "; ".join(others) + ". It must do the same both times: "
+                "depend on nothing that changes in between"
+            )
+
+
+class _Surroundings:
+    """What a run sees of its thread, and a second run is to see."""
+
+    def __init__(self, device: torch.device, inputs: list[Tensor]) -> None:
+        self._kinds = tuple(sorted({"cpu", device.type} - {"meta"}))
+        self._autocast = self._read_autocast()
+        self._default_device = torch.get_default_device()
+        self._moment = Moment()
+        self._states: tuple[list[int], list[Tensor]] = [], []
+        if device.type not in ("cpu", "meta"):
+            self._states = get_device_states(*inputs)
+
+    def _read_autocast(self) -> tuple[Any, ...]:
+        kinds = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in self._kinds
+        ]
+        return torch.is_autocast_cache_enabled(), kinds
+
+    def restore(self, stack: contextlib.ExitStack) -> None:
+        """Be there again until the stack is left."""
+        stack.enter_context(self._moment.again())
+        devices, states = self._states
+        if devices:
+            kind = self._kinds[-1]
+            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+            set_device_states(devices, states, device_type=kind)
+        if self._read_autocast() != self._autocast:
+            cache, kinds = self._autocast
+            for kind, enabled, dtype in kinds:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=cache))
+        if torch.get_default_device() != self._default_device:
+            stack.enter_context(self._default_device)
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    with _unseen():
+        return (tensor.dtype, tensor.device, *tensor.shape)
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor
