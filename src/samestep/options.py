@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # few wrappers need them
 __all__ = ["Options"]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, repr=False)
 class Options:
     """What the user said, checked when it is made.
 
