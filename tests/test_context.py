@@ -1,5 +1,6 @@
 """The caller's settings hold in every replica, whichever thread runs it."""
 
+import contextlib
 import contextvars
 import threading
 
@@ -297,3 +298,22 @@ def test_threads_are_used_otherwise(monkeypatch):
     threads = ask(lambda x: threading.get_ident())
     assert len(set(threads)) == 3
     assert threads[0] == threading.get_ident()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_with_an_accelerator_each_shard_differentiates_in_its_own_thread(monkeypatch, num_workers):
+    """A stand-in: where streams are captured, an accelerator is there."""
+    monkeypatch.setattr("samestep.context._capture_streams", lambda: [contextlib.nullcontext()])
+    seen = []
+
+    class Noted(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            seen.append(torch._C._is_multithreading_enabled())
+            y.register_hook(lambda gradient: seen.append(torch._C._is_multithreading_enabled()))
+            return y
+
+    model = DataParallel(Noted(3, 2), replicas=2, workers=num_workers)
+    model(torch.randn(4, 3)).sum().backward()
+    assert seen == [False] * 4
+    assert torch._C._is_multithreading_enabled()

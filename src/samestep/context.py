@@ -261,6 +261,11 @@ class CallerContext:
     def _enter(self, stack: contextlib.ExitStack, device: torch.device) -> None:
         for stream in self._streams:
             stack.enter_context(stream)
+        if self._streams:
+            # Else torch runs what lies on an accelerator in a thread of the device's, which knows
+            # no shard and no stream of random numbers, and where shards that wait for each other
+            # would wait for ever.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if device.type not in ("cpu", "meta"):
             stack.enter_context(torch.accelerator.device_index(device.index))
         if self._inference:

@@ -9,7 +9,8 @@ torch's one default generator, so the numbers that a replica sees would depend o
 Guarantees:
 - The numbers depend on the caller's generator and the shard's index; not on threads, timing,
   workers or which device of a kind runs the shard.
-- The caller's generator moves on by one draw per call, and not at all if no shard draws.
+- The caller's generator moves on by one draw per call, and not at all if no shard draws. Calls with
+  slots on accelerators draw always: the device's generator is seeded before anybody asks it.
 - A model that draws nothing pays nothing: :class:`Watch` sees afterwards whether the default
   generator moved although no function was intercepted; the engine's caller then runs again.
 Must not: know modules. Not covered: Python's ``random`` and numpy, which have streams of their own.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep import DataParallel, load, save
+from samestep import DataParallel, all_reduce, current_shard, load, save
 
 pytestmark = [
     pytest.mark.gpu,
@@ -134,3 +134,42 @@ def test_a_checkpoint_opens_without_an_accelerator_and_goes_on_with_one(tmp_path
     load(path, model=other, optimizer=torch.optim.Adam(other.parameters()))
     assert all(map(torch.equal, other.cpu().state_dict().values(), expected))
     assert torch.equal(torch.rand(3, device=device()), numbers)
+
+
+def test_a_shards_backward_runs_in_the_shards_own_thread():
+    seen = []
+
+    class Noted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            y = self.layer(x)
+            y.register_hook(lambda gradient: seen.append(current_shard()))
+            return y
+
+    model = DataParallel(Noted().to(device()), device_ids=[0, 0])
+    model(torch.randn(4, 3, device=device())).sum().backward()
+    assert sorted(shard.index for shard in seen) == [0, 1]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_shards_that_meet_in_backward_do_not_wait_for_ever(recompute):
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y - all_reduce(y.sum(0)) / 4
+
+    net = Centred().to(device())
+    model = DataParallel(net, device_ids=[0, 0], recompute=recompute)
+    x = torch.randn(4, 3, device=device(), requires_grad=True)
+    model(x).square().sum().backward()
+    plain = net.layer(x.detach())
+    plain = (plain - plain.mean(0)).square().sum()
+    expected = torch.autograd.grad(plain, net.layer.weight)[0]
+    torch.testing.assert_close(net.layer.weight.grad, expected)
