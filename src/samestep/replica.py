@@ -261,9 +261,11 @@ class Replica:
     def find_written(self) -> list[Link]:
         """Links whose copy the forward wrote, or gave other memory."""
         written = self.held.find_written() if self.copies else []
-        if get_addresses(self._alias_tensors) != self._addresses:
-            written += self.find_moved()
-        return written
+        try:
+            is_same = list(map(Tensor.data_ptr, self._alias_tensors)) == self._addresses
+        except RuntimeError:  # one has no one place
+            is_same = False
+        return written if is_same else written + self.find_moved()
 
     def find_moved(self) -> list[Link]:
         """Aliases that the forward gave other memory (``parameter.data = ...``)."""
