@@ -289,6 +289,15 @@ def test_a_forward_that_runs_again_notes_no_statistics_again():
     assert names["_factor"] == 2
 
 
+def test_statistics_are_noted_past_the_shards_own_mode():
+    counts = []
+    for layers in ([], [nn.BatchNorm1d(4)]):
+        layers = [make_mlp(), nn.Dropout(0.5), *layers]
+        model = DataParallel(nn.Sequential(*layers), replicas=2)
+        counts.append(count_calls(model, training(model))["StreamMode.__torch_function__"])
+    assert counts[1] - counts[0] == 2 * 3  # BatchNorm's own look at its input, count and function
+
+
 def test_what_a_second_run_makes_is_looked_at_past_the_shards_own_mode():
     layers = [make_mlp(), nn.Dropout(0.5), nn.Unflatten(1, (2, 2, 1)), nn.Dropout2d(0.5)]
     counts = []

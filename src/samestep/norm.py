@@ -122,18 +122,20 @@ def record(
     ):
         output: Tensor = forward(module, *args, **kwargs)
         return output
-    mean, variance = module.running_mean.clone(), module.running_var.clone()
+    with _unseen(), torch.no_grad():
+        before = [x.to(torch.float64, copy=True) for x in (module.running_mean, module.running_var)]
     output = forward(module, *args, **kwargs)
-    factor = _factor(module)
-    if factor:
-        # new = (1 - factor) * old + factor * batch, solved for the batch's value.
-        seen_mean, seen_variance = (
-            ((after.double() - before.double()) / factor + before.double()).detach()
-            for before, after in ((mean, module.running_mean), (variance, module.running_var))
-        )
-        batch = _find_batch(args, kwargs)
-        count = batch.numel() // batch.size(1)
-        found.calls.append(CallStatistics(count, seen_mean, seen_variance, factor))
+    with _unseen(), torch.no_grad():
+        factor = _factor(module)
+        if factor:
+            # new = (1 - factor) * old + factor * batch, solved for the batch's value.
+            after = [module.running_mean.double(), module.running_var.double()]
+            seen = torch._foreach_sub(after, before)
+            torch._foreach_div_(seen, factor)
+            torch._foreach_add_(seen, before)
+            batch = _find_batch(args, kwargs)
+            count = batch.numel() // batch.size(1)
+            found.calls.append(CallStatistics(count, seen[0], seen[1], factor))
     return output
 
 
@@ -206,6 +208,7 @@ def merge_statistics(records: Sequence[NormRecord]) -> dict[str, Tensor] | None:
 # Helpers
 # ---------------------------------------------------------------------------
 
+_unseen = torch._C.DisableTorchFunction  # each call would go through the shard's own mode
 _KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
