@@ -300,6 +300,7 @@ def test_statistics_are_noted_past_the_shards_own_mode():
 
 def test_what_a_second_run_makes_is_looked_at_past_the_shards_own_mode():
     layers = [make_mlp(), nn.Dropout(0.5), nn.Unflatten(1, (2, 2, 1)), nn.Dropout2d(0.5)]
+    layers.append(nn.BatchNorm2d(2))
     counts = []
     for recompute in (False, True):
         model = DataParallel(nn.Sequential(*layers), replicas=2, recompute=recompute)
@@ -307,7 +308,7 @@ def test_what_a_second_run_makes_is_looked_at_past_the_shards_own_mode():
         counts.append(names["StreamMode.__torch_function__"])
         assert names["Stream.swapped_in"] == 0
     kept, again = counts
-    assert again <= 2 * kept + 2 * 8  # the mode of gradients, switched on and off
+    assert again <= 2 * kept + 2 * 4  # grad mode on and off, the default device twice
     assert names["Rerun._note"] == names["_Found.take"] == names["Rerun._find"] > 0
     assert names["_look"] == 2 * names["Rerun._note"]
 
