@@ -53,6 +53,7 @@ __all__ = [
     "add_into",
     "evaluate",
     "is_large",
+    "limit_recipe",
     "naive_sum",
     "plan_tree",
     "sum_lists",
@@ -232,6 +233,19 @@ def plan_tree(num_values: int, nodes: Iterable[Node]) -> dict[Node, Recipe]:
     return stuck | {(len(widths) - 1, index): recipe for index, recipe in levels[-1].items()}
 
 
+def limit_recipe(recipe: Recipe, present: Sequence[int]) -> Recipe | None:
+    """The recipe for those values that are there, counted anew; the order stays.
+
+    Example:
+        >>> limit_recipe(((0, 1), (2, 3)), [0, 2, 3])
+        (0, (1, 2))
+    """
+    if isinstance(recipe, int):
+        return present.index(recipe) if recipe in present else None
+    left, right = (limit_recipe(part, present) for part in recipe)
+    return right if left is None else left if right is None else (left, right)
+
+
 def evaluate(recipe: Recipe, values: Sequence[Tensor | None]) -> Tensor | None:
     """Add ``values`` by a recipe; None means "nothing here" and is not the same as zeros."""
     if isinstance(recipe, int):
@@ -265,7 +279,9 @@ def sum_slices(
             continue
         needed = _numbers(recipe)
         rows = [lists[number] for number in needed]
-        made = _lay_out(_renumber(recipe, needed), rows)
+        renumbered = limit_recipe(recipe, needed)
+        assert renumbered is not None
+        made = _lay_out(renumbered, rows)
         found[node] = [one.total if isinstance(one, _Piece) else one for one in made]
         pieces += [one for one in made if isinstance(one, _Piece)]
     size = sum([piece.total.numel() for piece in pieces])
@@ -389,9 +405,3 @@ def _numbers(recipe: Recipe) -> list[int]:
     if isinstance(recipe, int):
         return [recipe]
     return [number for part in recipe for number in _numbers(part)]
-
-
-def _renumber(recipe: Recipe, numbers: Sequence[int]) -> Recipe:
-    if isinstance(recipe, int):
-        return numbers.index(recipe)
-    return _renumber(recipe[0], numbers), _renumber(recipe[1], numbers)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from samestep.comm import Comm, Message, Wants
 from samestep.errors import RankError
-from samestep.reduce import Node, Recipe, add_into, evaluate, plan_tree
+from samestep.reduce import Node, Recipe, add_into, evaluate, limit_recipe, plan_tree
 from samestep.segments import Layout, read_layout
 
 __all__ = ["Summing"]
@@ -274,7 +274,7 @@ class _Plan:
                     num_bytes=last.num_bytes + size, entries=(*last.entries, entry)
                 )
             else:
-                recipe = _without(self.recipe, present)
+                recipe = limit_recipe(self.recipe, present)
                 assert recipe is not None
                 spans.append(_Span(layout.dtype, present, starts, size, (entry,), recipe))
         return spans
@@ -409,11 +409,3 @@ def _is_plain(column: Sequence[Meta]) -> bool:
 
 def _is_odd(column: Sequence[Meta]) -> bool:
     return not _is_plain(column) and any(meta is not None for meta in column)
-
-
-def _without(recipe: Recipe, present: Sequence[int]) -> Recipe | None:
-    """The recipe for those values that are there, counted anew; the order stays."""
-    if isinstance(recipe, int):
-        return present.index(recipe) if recipe in present else None
-    left, right = (_without(part, present) for part in recipe)
-    return right if left is None else left if right is None else (left, right)
