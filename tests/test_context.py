@@ -317,3 +317,44 @@ def test_with_an_accelerator_each_shard_differentiates_in_its_own_thread(monkeyp
     model(torch.randn(4, 3)).sum().backward()
     assert seen == [False] * 4
     assert torch._C._is_multithreading_enabled()
+
+
+class LeavesOn(nn.Linear):
+    """Switches something on or off in its thread, and leaves it so."""
+
+    def __init__(self, switch):
+        super().__init__(6, 6)
+        self.switch = switch
+
+    def forward(self, x):
+        y = super().forward(x).tanh()
+        self.switch()
+        return y
+
+
+SWITCHES = {
+    "autocast": lambda: torch.set_autocast_enabled("cpu", True),
+    "no gradients": lambda: torch._C._set_grad_enabled(False),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_what_a_forward_leaves_on_reaches_no_other_shard_and_no_later_call(name, num_workers):
+    torch.manual_seed(0)
+    model = DataParallel(LeavesOn(SWITCHES[name]), replicas=4, workers=num_workers, out_dims="list")
+    for _ in range(2):
+        outputs = model(torch.ones(8, 6))
+        assert {output.dtype for output in outputs} == {torch.float32}
+        assert all(output.requires_grad for output in outputs)
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_that_a_forward_switches_off_is_on_for_the_other_shards():
+    off = LeavesOn(lambda: torch.set_autocast_enabled("cpu", False))
+    model = DataParallel(off, replicas=4, workers=1, out_dims="list")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = model(torch.ones(8, 6))
+        assert torch.is_autocast_enabled("cpu")
+    assert {output.dtype for output in outputs} == {torch.bfloat16}

@@ -286,3 +286,16 @@ def test_an_expanded_gradient_and_a_dense_one_are_added(workers):
     DataParallel(module, replicas=2, split=[1, 2], workers=workers)(rows).sum().backward()
     expected = 2 * rows[:1] + 2 * module.weight.detach() * rows[1:].sum(0)
     torch.testing.assert_close(module.weight.grad, expected.expand(SIZE, SIZE))
+
+
+@pytest.mark.parametrize("size", [30, 300])
+def test_gradients_of_many_at_once_are_added(size):
+    """Under vmap a tensor stands for many, and has no memory to ask for."""
+    net = nn.Linear(size, size, bias=False)
+    model = DataParallel(net, replicas=2)
+    x, arriving = torch.ones(4, size), torch.randn(3, 4, size)
+
+    def slopes(module):
+        return torch.autograd.grad(module(x), [net.weight], arriving, is_grads_batched=True)[0]
+
+    torch.testing.assert_close(slopes(model), slopes(net))

@@ -1,5 +1,6 @@
 """recompute=True: no activations are kept, and nothing else is different."""
 
+import contextvars
 import copy
 import weakref
 
@@ -142,3 +143,154 @@ def test_another_mode_before_backward_is_an_error():
 def test_the_option_is_checked():
     with pytest.raises(TypeError, match="recompute must be True or False, got 1"):
         DataParallel(nn.Linear(2, 2), replicas=2, recompute=1)
+
+
+# -- Forwards that do more than compute -----------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Two layers and some state."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("average", torch.ones(6))
+        self.count, self.hidden = 0, None
+
+
+class BackwardInside(Two):
+    def forward(self, x):
+        self.one(x).tanh().sum().backward()
+        return self.two(x).tanh()
+
+
+class SlopeInside(Two):
+    def forward(self, x):
+        self.count += 1
+        y = self.norm(self.one(x)).tanh()
+        (slope,) = torch.autograd.grad(y.square().sum(), self.one.weight, create_graph=True)
+        return y * slope.square().sum()
+
+
+class BufferInPlace(Two):
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(self.one(x).mean(0), alpha=0.1)
+        return self.one(x).tanh() * self.average
+
+
+class BufferAssigned(Two):
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * self.one(x).detach().mean(0)
+        return self.one(x).tanh() * self.average
+
+
+class Counts(Two):
+    def forward(self, x):
+        self.count += 1
+        return self.one(x).tanh() * torch.tensor(float(self.count))
+
+
+class Remembers(Two):
+    def forward(self, x):
+        y = self.one(x) if self.hidden is None else self.one(x) + self.two(self.hidden)
+        self.hidden = y.tanh().detach()
+        return y.tanh() * self.hidden
+
+
+class Translates(Two):
+    def forward(self, x):
+        try:
+            return self.one(x).tanh()
+        except Exception as error:
+            raise RuntimeError("a layer failed") from error
+
+
+STATEFUL = [
+    BackwardInside,
+    SlopeInside,
+    BufferInPlace,
+    BufferAssigned,
+    Counts,
+    Remembers,
+    Translates,
+]
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_what_forward_leaves_is_left_once_and_the_second_run_sees_what_the_first_saw(kind):
+    found = []
+    for recompute in (False, True):
+        net = kind()
+        model = DataParallel(net, replicas=2, recompute=recompute)
+        x = torch.linspace(-1, 1, 48).view(8, 6)
+        left = []
+        for _ in range(3):
+            net.zero_grad()
+            output = model(x)
+            output.square().sum().backward()
+            left += [output, *(p.grad for p in net.parameters() if p.grad is not None)]
+            left += [buffer.clone() for buffer in net.buffers()] + [torch.tensor(net.count)]
+        found.append(left)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_arguments_that_forward_takes_apart_are_whole_again():
+    class Pops(Two):
+        def forward(self, batch):
+            return self.one(batch.pop("x")).tanh()
+
+    found = []
+    for recompute in (False, True):
+        net = Pops()
+        model = DataParallel(net, replicas=2, recompute=recompute)
+        model({"x": torch.ones(4, 6)}).sum().backward()
+        found.append(net.one.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_context_variables_are_those_of_the_forward():
+    scale = contextvars.ContextVar("scale", default=1.0)
+
+    class Scaled(Two):
+        def forward(self, x):
+            return self.one(x).tanh() * scale.get()
+
+    found = []
+    for recompute in (False, True):
+        net = Scaled()
+        model = DataParallel(net, replicas=2, recompute=recompute)
+        token = scale.set(2.0)
+        output = model(torch.ones(4, 6))
+        scale.reset(token)
+        output.sum().backward()
+        found.append(net.one.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_a_saved_tensor_that_forward_overwrites_is_an_error():
+    class Overwrites(Two):
+        def forward(self, x):
+            y = self.one(x).exp()
+            z = y * self.two(x)
+            y.zero_()
+            return z * self.one(x)
+
+    model = DataParallel(Overwrites(), replicas=2, recompute=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.ones(4, 6)).sum().backward()
+
+
+def test_a_penalty_on_the_slope_of_one_call_beside_another_call():
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()).double()
+        model = DataParallel(net, replicas=2, recompute=recompute)
+        x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (slope.square().sum() + model(x).sum()).backward()
+        found.append(net[0].weight.grad)
+    assert torch.equal(*found)

@@ -468,3 +468,57 @@ def test_gradients_of_a_call_that_failed_are_not_added_then_or_later(
     assert gradient_once(net, plain, rows)
     model(rows)  # and added to what was there
     assert torch.allclose(net.layer.weight.grad, 2 * plain.layer.weight.grad)
+
+
+def test_hooks_see_a_gradient_that_forward_adds_itself(self_trained):
+    net, plain, rows = self_trained
+    seen = []
+    for module in (net, plain):
+        module.layer.bias.register_hook(lambda gradient: gradient * 0)
+        module.layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    DataParallel(net, replicas=2, reduction="sum")(rows)
+    plain(rows)
+    assert net.layer.bias.grad.item() == plain.layer.bias.grad.item() == 0
+    torch.testing.assert_close(*seen)
+
+
+class Says(dict):
+    """A dictionary that says of itself that it is empty."""
+
+    def __bool__(self):
+        return False
+
+    def __len__(self):
+        return 0
+
+
+class Keeps(nn.Module):
+    def __init__(self, kept, write):
+        super().__init__()
+        self.kept, self.write = kept, write
+
+    def forward(self, x):
+        self.write(self.kept)
+        return x + sum(dict.values(self.kept))
+
+
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [
+        (lambda: {"a": 1.0}, lambda kept: kept.update({None: 3.0})),
+        (lambda: {None: 1.0, "b": 2.0}, lambda kept: kept.update({None: 3.0})),
+        (lambda: {None: 1.0, "b": 2.0}, lambda kept: kept.pop(None, 0)),
+        (lambda: Says(a=1.0), lambda kept: None),
+        (lambda: Says(a=1.0), lambda kept: kept.update(a=4.0)),
+        (lambda: Says(a=1.0), lambda kept: kept.update(b=4.0)),
+    ],
+)
+def test_any_dictionary_and_any_key_is_kept(make, write):
+    plain, net = Keeps(make(), write), Keeps(make(), write)
+    model = DataParallel(net, replicas=2)
+    for _ in range(2):
+        assert torch.equal(model(torch.ones(4, 1)), plain(torch.ones(4, 1)))
+        assert list(dict.items(net.kept)) == list(dict.items(plain.kept))
+    for module in (net, plain):
+        dict.update(module.kept, c=5.0)
+    assert torch.equal(model(torch.ones(4, 1)), plain(torch.ones(4, 1)))

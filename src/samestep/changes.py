@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from samestep.links import Link
 from samestep.norm import NormRecord
 from samestep.replica import Replica
+from samestep.snapshot import WHOLE
 
 __all__ = [
     "MISSING",
@@ -43,7 +44,7 @@ class Entry:
     """One entry of one source cell that at least one shard changed."""
 
     cell: Any
-    key: Any  # of a dict; None: a list, set or deque, changed as a whole
+    key: Any  # of a dict; WHOLE: a list, set or deque, changed as a whole
     path: str
     values: list[Any]  # one per shard, in terms of the source's objects
     is_buffer: bool
@@ -210,7 +211,7 @@ _HOOKS = {name for name in nn.Module().__dict__ if name.endswith(("_hooks", "_ho
 
 def _changed_keys(cell: Any, before: Any) -> list[Any]:
     if not isinstance(cell, dict):
-        return [None]
+        return [WHOLE]
     return [
         key
         for key in {**before, **cell}
@@ -225,7 +226,7 @@ def _read(replica: Replica, cell: Any, key: Any) -> Any:
     target = replica.target(cell)
     if target is None:
         return MISSING
-    if key is None:
+    if key is WHOLE:
         kind = type(target) if type(target) in (list, set) else list
         return kind(_to_source(replica, value) for value in target)
     return _to_source(replica, target.get(key, MISSING))
@@ -244,7 +245,7 @@ def _to_source(replica: Replica, value: Any) -> Any:
 
 def _is_structural(entry: Entry) -> bool:
     """A new module, parameter, buffer or hook: an entry that was not there before."""
-    if entry.key is None or entry.cell.get(entry.key) is not None:
+    if entry.key is WHOLE or entry.cell.get(entry.key) is not None:
         return False
     if entry.is_buffer:
         return any(isinstance(value, Tensor) for value in entry.values)
@@ -255,7 +256,7 @@ def _is_structural(entry: Entry) -> bool:
 def _is_flag(entry: Entry, rows: Sequence[int], with_tensors: bool) -> bool:
     """An attribute that goes from False to True, or from None to a tensor that is not about
     rows."""
-    if entry.key is None or entry.key not in entry.cell:
+    if entry.key is WHOLE or entry.key not in entry.cell:
         return False
     before, values = entry.cell[entry.key], entry.values
     if with_tensors and before is None and all(isinstance(value, Tensor) for value in values):

@@ -238,7 +238,21 @@ class CallerContext:
 
         Each call has its own copy of the context variables: one copy cannot be entered twice.
         """
-        return self._variables.copy().run(self._run, function, device)
+        before = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+        try:
+            return self._variables.copy().run(self._run, function, device)
+        finally:
+            # What a shard left on or off: the next one in this thread would see it, and so its bits
+            # would depend on who runs which shard.
+            if (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()) != before:
+                self._put_back(*before)
+
+    def _put_back(self, grad: bool, autocast: bool) -> None:
+        torch._C._set_grad_enabled(grad)
+        is_own = threading.get_ident() == self._thread
+        kept = {kind for kind, _ in self._autocast} if autocast and is_own else set()
+        for kind in _device_types():
+            torch.set_autocast_enabled(kind, kind in kept)
 
     def _run(self, function: Callable[[], T], device: torch.device) -> T:
         is_checkpointed = self._hooks is not None and self._hooks[0] is _pass

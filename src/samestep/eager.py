@@ -40,6 +40,7 @@ from samestep.reduce import TreeSum, absorb, is_large, sum_lists
 from samestep.replica import Replica
 from samestep.rows import has_item_per_row
 from samestep.runner import Runner
+from samestep.snapshot import WHOLE
 from samestep.spread import Spread
 from samestep.tie import find_tensors, map_tensors
 from samestep.tree import find_batch_type, open_container
@@ -289,9 +290,10 @@ class EagerBackward:
         own = self._model.links
         for entry in changes.entries:
             if any(t.requires_grad and id(t) not in own for t in find_tensors(entry.values)):
+                where = "" if entry.key is WHOLE else f" ({entry.key!r})"
                 raise ValueError(
-                    f"forward left a tensor that needs a gradient in {entry.path.lstrip('.')} "
-                    f"({entry.key!r}), but with eager_backward=True the backward is over when "
+                    f"forward left a tensor that needs a gradient in {entry.path.lstrip('.')}"
+                    f"{where}, but with eager_backward=True the backward is over when "
                     f"forward returns; store it detached, or return it as a loss"
                 )
 

@@ -53,7 +53,7 @@ from samestep.reach import (
     referents,
     set_state,
 )
-from samestep.snapshot import Cell, iter_items, key_text, refill
+from samestep.snapshot import BUILT_IN, Cell, iter_items, key_text, refill
 
 __all__ = ["Follower", "Leaf"]
 
@@ -178,7 +178,8 @@ class Follower:
         Args:
             owner: the object whose ``__dict__`` ``source`` is; None: ``source`` is itself one.
         """
-        if source:
+        # A class of the user's may say that it is empty, whatever it holds.
+        if source or type(source) not in BUILT_IN:
             self._fill(target, source, path)
         self.cells.append(source)
         self.targets.append(target)

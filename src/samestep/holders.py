@@ -40,7 +40,11 @@ def find_sole(tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[i
     if not sole:
         return []
     asked = [i for i in places if _is_plain(tensors[i])]
-    return [i for i, counts in zip(asked, _count(tensors, asked), strict=True) if counts in sole]
+    try:
+        found = list(_count(tensors, asked))
+    except (NotImplementedError, RuntimeError):
+        return []  # of a tensor that stands for many (under vmap), torch tells no storage
+    return [i for i, counts in zip(asked, found, strict=True) if counts in sole]
 
 
 # ---------------------------------------------------------------------------

@@ -23,7 +23,7 @@ except ImportError:  # a torch that names them otherwise: then it takes longer
     TensorGuards = None  # type: ignore[assignment, misc]
 
 from samestep.devices import move_tensor
-from samestep.snapshot import Cell
+from samestep.snapshot import WHOLE, Cell
 from samestep.tree import iter_leaves
 
 __all__ = [
@@ -128,7 +128,7 @@ class Carried:
 
 
 def _get_leaves(cell: Cell, key: Any) -> list[Any]:
-    value = list(cell) if key is None else cell.get(key)
+    value = list(cell) if key is WHOLE else cell.get(key)
     return [leaf for _, leaf in iter_leaves(value)]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.snapshot import Cell
+from samestep.snapshot import BUILT_IN, Cell
 
 __all__ = ["Pattern"]
 
@@ -68,7 +68,7 @@ class Pattern:
         self.dicts: list[tuple[int, int]] = []
         self._order: list[int] = []
         for index, (cell, owner) in enumerate(zip(cells, owners, strict=True)):
-            if cell:
+            if cell or type(cell) not in BUILT_IN:
                 self._add_contents(index, cell)
             if owner == id(cell):
                 self._order.append(self._places[owner])

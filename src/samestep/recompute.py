@@ -5,16 +5,16 @@ module. Why: with more shards than workers the shards take turns, and what fills
 activations of all of them until backward. Run again, only those of the shards that run at one time
 exist.
 
-Guarantees: the second run sees what the first saw: the same rows, the same random numbers, the
-buffers as they were; so it gives the same bits. What it writes is dropped: the first run's state
-was merged already.
+Guarantees: the second run sees what the first saw: the same rows, the same random numbers, buffers
+and attributes of the module as they were; so it gives the same bits. What it writes is dropped, and
+so are gradients that it adds itself: the first run's were merged already.
 Must not: be used without a graph: there would be nothing to run it again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from samestep.links import Link
 from samestep.replica import Replica
 from samestep.rerun import Rerun
+from samestep.snapshot import Cell, iter_items, refill
 
 __all__ = ["Recomputation"]
 
@@ -39,25 +40,39 @@ class Recomputation:
         self._replica = replica
         self._function = function
         self._buffers: list[tuple[Link, Tensor]] = []
+        self._cells: list[tuple[Cell, Any]] = []  # what they held before
         self._versions: list[int] | None = None
+        self._has_begun = False
         self._is_training = replica.module.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward for the first time."""
-        return Rerun(self._run, self._replica.slot.device)(*args, **kwargs)
+        return Rerun(self._run, self._replica.slot.device, self._written)(*args, **kwargs)
 
     def keep(self) -> None:
         """Keep what the first run changed: call after it, before the source module is written."""
-        written = self._replica.find_written()
+        replica = self._replica
+        written = replica.find_written()
         self._buffers = [(link, link.view().clone()) for link in written]
-        self._versions = self._replica.parameter_versions()
+        self._cells = []
+        if not replica.snapshot.is_current():
+            changed = replica.snapshot.changed()
+            targets, content = replica.follower.targets, replica.snapshot.content
+            self._cells = [(targets[index], content(index)) for index in changed]
+        self._versions = replica.parameter_versions()
+
+    def _written(self) -> list[Tensor]:
+        return [link.copy for link, _ in self._buffers]
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self._versions is None:
+        if not self._has_begun:
+            self._has_begun = True
             return self._function(*args, **kwargs)
         with _unseen():
+            if self._versions is None:
+                self.keep()  # a backward inside forward: the first run is not over
             self._check_unchanged()
-        with self._buffers_as_they_were():
+        with _gradients_aside(self._replica.graded), self._state_as_it_was():
             return self._function(*args, **kwargs)
 
     def _check_unchanged(self) -> None:
@@ -75,8 +90,11 @@ class Recomputation:
             )
 
     @contextlib.contextmanager
-    def _buffers_as_they_were(self) -> Iterator[None]:
-        copies = [link.copy for link, _ in self._buffers]
+    def _state_as_it_was(self) -> Iterator[None]:
+        copies = self._written()
+        held = [(cell, _content(cell)) for cell, _ in self._cells]
+        for cell, before in self._cells:
+            refill(cell, _entries(before))
         norms = self._replica.norms
         with _unseen(), torch.no_grad():
             now = [copy.clone() for copy in copies]
@@ -88,11 +106,36 @@ class Recomputation:
         finally:
             for norm in norms:
                 norm.is_paused = False
+            for cell, content in held:
+                refill(cell, _entries(content))
             with _unseen(), torch.no_grad():
                 _write(copies, now)
 
 
 _unseen = torch._C.DisableTorchFunction  # each call would go through the shard's own mode
+
+
+@contextlib.contextmanager
+def _gradients_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let nothing that is accumulated meanwhile stay, and nothing that was there be lost."""
+    with _unseen():
+        before = [tensor.grad for tensor in tensors]
+        for tensor in tensors:
+            tensor.grad = None
+    try:
+        yield
+    finally:
+        with _unseen():
+            for tensor, gradient in zip(tensors, before, strict=True):
+                tensor.grad = gradient
+
+
+def _content(cell: Cell) -> Any:
+    return dict(iter_items(cell)) if isinstance(cell, dict) else list(cell)
+
+
+def _entries(content: Any) -> Any:
+    return list(content.items()) if isinstance(content, dict) else content
 
 
 def _write(targets: list[Tensor], values: list[Tensor]) -> None:

@@ -226,7 +226,8 @@ class Replica:
         parameters = [link for link in self.copies if isinstance(link.source, nn.Parameter)]
         self._trained = self.aliases + parameters
         self._trained_tensors = [link.copy for link in self._trained]
-        self._graded = self._alias_tensors + [
+        #: Of this replica's tensors, those that can accumulate gradients.
+        self.graded = self._alias_tensors + [
             link.copy for link in self.copies if link.copy.requires_grad
         ]
         # Inference tensors have no versions; then nothing can be said about them.
@@ -298,11 +299,11 @@ class Replica:
 
     def has_gradients(self) -> bool:
         """Whether the forward called ``backward()`` itself."""
-        return not all(map(operator.is_, map(_get_gradient, self._graded), _NONES))
+        return not all(map(operator.is_, map(_get_gradient, self.graded), _NONES))
 
     def drop_gradients(self) -> None:
         """Forget what the forward accumulated itself, in a call that is not to stand."""
-        for copy in self._graded:
+        for copy in self.graded:
             copy.grad = None
 
     def _set_clocks(self) -> None:

@@ -21,8 +21,8 @@ function runs once more.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
+import contextvars
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from samestep.rng import Moment
-from samestep.tree import iter_leaves
+from samestep.tree import iter_leaves, open_container
 
 __all__ = ["Rerun"]
 
 _NO_TASK = -1  # what torch says outside of a backward
+_UNKNOWN = -1  # the version of an inference tensor
 _unseen = torch._C.DisableTorchFunction  # each question would go through the shard's own mode
 
 
@@ -45,14 +46,23 @@ class Rerun:
     Args:
         function: what to call; it must do the same again.
         device: where it computes.
+        find_written: returns the tensors that somebody writes when a second run is over, to bring
+            them back to what they were before; asked while it runs.
     """
 
-    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        device: torch.device,
+        find_written: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> None:
         self._function = function
         self._device = device
+        self._find_written = find_written
         self._looks: list[tuple[Any, ...]] = []  # of the tensors that the first run saved
         self._task = _NO_TASK
-        self._tensors: list[Tensor | None] = []  # of the last second run, for this task
+        # Of the last second run, for this task, with the versions that they had when saved.
+        self._tensors: list[tuple[Tensor, int] | None] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function for the first time."""
@@ -60,9 +70,9 @@ class Rerun:
             inputs = [x for _, x in iter_leaves((args, kwargs)) if isinstance(x, Tensor)]
             self._versions = [(x, x._version) for x in inputs if not x.is_inference()]
         self._surroundings = _Surroundings(self._device, inputs)
-        self._function = partial(self._function, *args, **kwargs)
+        self._arguments = _copy((args, kwargs))  # the function may change what they are in
         with saved_tensors_hooks(self._note, self._find):
-            return self._function()
+            return self._function(*args, **kwargs)
 
     def _note(self, tensor: Tensor) -> int:
         self._looks.append(_look(tensor))
@@ -70,16 +80,24 @@ class Rerun:
 
     def _find(self, index: int) -> Tensor:
         task = torch._C._current_graph_task_id()
-        tensor = self._tensors[index] if task == self._task != _NO_TASK else None
-        if tensor is None:  # see [Note: one backward at a time]
+        saved = self._tensors[index] if task == self._task != _NO_TASK else None
+        if saved is None:  # see [Note: one backward at a time]
             tensors = self._run_again()
             self._task, self._tensors = task, tensors
-            tensor = tensors[index]
-            assert tensor is not None
+            saved = tensors[index]
+            assert saved is not None
         self._tensors[index] = None
+        tensor, version = saved
+        with _unseen():
+            if version != _UNKNOWN and tensor._version != version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation in forward: [{tensor.dtype} {list(tensor.shape)}] is at "
+                    f"version {tensor._version}; expected version {version}"
+                )
         return tensor
 
-    def _run_again(self) -> list[Tensor | None]:
+    def _run_again(self) -> list[tuple[Tensor, int] | None]:
         with _unseen():
             is_changed = any(tensor._version != version for tensor, version in self._versions)
         if is_changed:
@@ -88,13 +106,17 @@ class Rerun:
                 "began; with recompute=True the forward runs again in backward and needs it as it "
                 "was"
             )
-        found = _Found(self._looks)
+        found = _Found(self._looks, self._find_written)
         with contextlib.ExitStack() as stack:
             self._surroundings.restore(stack)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(saved_tensors_hooks(found.take, _keep))
-            with contextlib.suppress(_Enough):
-                self._function()
+            args, kwargs = _copy(self._arguments)
+            try:
+                self._surroundings.variables.copy().run(self._function, *args, **kwargs)
+            except Exception:
+                if not found.is_complete:  # else it is what ended the run, whatever became of it
+                    raise
         found.check()
         return found.tensors
 
@@ -106,11 +128,20 @@ class _Enough(Exception):
 class _Found:
     """The tensors that a second run makes, compared with those of the first by their looks."""
 
-    def __init__(self, looks: list[tuple[Any, ...]]) -> None:
+    def __init__(
+        self, looks: list[tuple[Any, ...]], find_written: Callable[[], Sequence[Tensor]]
+    ) -> None:
         self._looks = looks
+        self._find_written = find_written
+        self._written: set[int] | None = None  # where they lie; not known before it runs
         self._num = len(looks)
-        self.tensors: list[Tensor | None] = []
+        self.tensors: list[tuple[Tensor, int] | None] = []
         self._others: list[str] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all are there."""
+        return len(self.tensors) == self._num
 
     def take(self, tensor: Tensor) -> Tensor:
         """Keep one; the graph of the second run gets it without its own graph, as a cycle else."""
@@ -123,10 +154,20 @@ class _Found:
         look = _look(tensor)
         if look != self._looks[index]:
             self._others.append(f"tensor {index}: {self._looks[index]}, then {look}")
-        self.tensors.append(tensor)
+        with _unseen():
+            if self._is_written(tensor):
+                with torch.no_grad():
+                    tensor = tensor.clone()
+            version = _UNKNOWN if tensor.is_inference() else tensor._version
+            self.tensors.append((tensor, version))
         if index + 1 == self._num:
             raise _Enough
         return tensor
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        if self._written is None:
+            self._written = {*filter(None, map(_storage_of, self._find_written()))}
+        return bool(self._written) and _storage_of(tensor) in self._written
 
     def check(self) -> None:
         """Say so if they are others."""
@@ -149,6 +190,7 @@ class _Surroundings:
         self._autocast = self._read_autocast()
         self._default_device = torch.get_default_device()
         self._moment = Moment()
+        self.variables = contextvars.copy_context()
         self._states: tuple[list[int], list[Tensor]] = [], []
         if device.type not in ("cpu", "meta"):
             self._states = get_device_states(*inputs)
@@ -174,6 +216,19 @@ class _Surroundings:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=cache))
         if torch.get_default_device() != self._default_device:
             stack.enter_context(self._default_device)
+
+
+def _copy(tree: Any) -> Any:
+    """The same leaves in containers of their own."""
+    opened = open_container(tree)
+    return tree if opened is None else opened.rebuild([_copy(child) for child in opened.children])
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Which memory it lies in; 0 where there is none to name."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return 0
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:

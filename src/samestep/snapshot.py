@@ -9,19 +9,42 @@ classes (but of a key put in the place of a text). Must not: know why anybody wa
 
 from __future__ import annotations
 
+import enum
 import operator
 import sys
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import accumulate, chain, compress
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Cell", "Snapshot", "iter_items", "key_text", "refill", "set_entry", "show_path"]
+__all__ = [
+    "BUILT_IN",
+    "WHOLE",
+    "Cell",
+    "Snapshot",
+    "Whole",
+    "iter_items",
+    "key_text",
+    "refill",
+    "set_entry",
+    "show_path",
+]
 
 Cell = Any
+
+
+class Whole(enum.Enum):
+    """In the place of a key: not one entry of a cell, but all of it. (None is a key.)"""
+
+    CELL = enum.auto()
+
+
+WHOLE = Whole.CELL
+#: Kinds of cells that are Python's own.
+BUILT_IN = {dict, OrderedDict, list, set, deque}
 
 try:
     from torch._C._dynamo.guards import dict_version as _read_count
@@ -52,8 +75,10 @@ class Snapshot:
     def take(self) -> None:
         """Remember what the cells hold now."""
         cells = self._cells
-        full = list(compress(range(len(cells)), cells))
-        self._empty_at = list(compress(range(len(cells)), map(operator.not_, cells)))
+        # Of the user's own classes, only what they hold is asked, never whether they say they do.
+        is_empty = [type(cell) in BUILT_IN and not cell for cell in cells]
+        full = [i for i, found in enumerate(is_empty) if not found]
+        self._empty_at = list(compress(range(len(cells)), is_empty))
         self._empty = [cells[i] for i in self._empty_at]
         counting = [i for i in full if type(cells[i]) is dict] if _is_counting else []
         others = [i for i in full if type(cells[i]) is not dict] if _is_counting else full
@@ -127,12 +152,13 @@ class _Part:
         self._keys = list(chain.from_iterable(self._key_views))
         self.values = list(chain.from_iterable(self._value_views))
         self._has_texts = {str}.issuperset(map(type, self._keys))
-        self._sizes = list(map(len, self.cells))
+        self._sized = self._key_views or self.cells
+        self._sizes = list(map(len, self._sized))
         self._stops: list[int] = []
 
     def is_current(self) -> bool:
         values, keys = map(chain.from_iterable, (self._value_views, self._key_views))
-        if list(map(len, self.cells)) != self._sizes:
+        if list(map(len, self._sized)) != self._sizes:
             return False
         if not all(map(operator.is_, values, self.values)):
             return False
@@ -202,7 +228,8 @@ def _same(values: Iterable[Any], before: list[Any]) -> bool:
 
 
 def _same_content(cell: Cell, before: Any) -> bool:
-    if len(cell) != len(before):
+    size = _base(cell).__len__(cell) if isinstance(cell, dict) else len(cell)
+    if size != len(before):
         return False
     if isinstance(cell, dict):
         return _same(_base(cell).values(cell), list(before.values())) and _same(cell, list(before))

@@ -36,7 +36,7 @@ from samestep.graphs import scale_gradient
 from samestep.links import write
 from samestep.norm import merge_statistics
 from samestep.reduce import tree_sum
-from samestep.snapshot import refill, set_entry, show_path
+from samestep.snapshot import WHOLE, refill, set_entry, show_path
 from samestep.tree import iter_leaves, map_leaves
 
 __all__ = ["BUFFER_RULES", "StateWriter", "check_buffers", "find_carried"]
@@ -124,8 +124,8 @@ class StateWriter:
             for action in decided:
                 action()
             for source, gradient in changes.gradients:
-                before = source.grad
-                source.grad = gradient if before is None else before + gradient
+                # Not written: the user's hooks on the tensor see it pass, as in a plain backward.
+                torch.autograd.backward([source], [gradient])
         for link in changes.switched:
             link.source.requires_grad_(not link.source.requires_grad)
         for entry in removed:
@@ -142,7 +142,7 @@ class StateWriter:
     def _decide(self, entry: Entry, rows: Sequence[int]) -> Any:
         first = entry.values[0]
         if all(value is MISSING for value in entry.values):
-            return MISSING if entry.key is not None else _KEEP
+            return _KEEP if entry.key is WHOLE else MISSING
         if any(value is MISSING for value in entry.values):
             return self._warn(entry, "only some of the shards have it")
         old = entry.cell.get(entry.key) if entry.is_buffer else None
@@ -198,7 +198,7 @@ class StateWriter:
         )
 
     def _warn(self, entry: Entry, reason: str) -> Any:
-        name = show_path(entry.path if entry.key is None else f"{entry.path}.{entry.key}")
+        name = show_path(entry.path if entry.key is WHOLE else f"{entry.path}.{entry.key}")
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(
@@ -265,7 +265,7 @@ def _is_reshaped(old: Tensor | None, values: Sequence[Tensor]) -> bool:
 
 
 def _write(entry: Entry, value: Any) -> None:
-    if entry.key is None:
+    if entry.key is WHOLE:
         refill(entry.cell, value)
     else:
         set_entry(entry.cell, entry.key, value)
