@@ -452,3 +452,47 @@ def test_dropout_under_a_transform_leaves_nothing_to_later_calls():
     DataParallel(Draw(transformed), replicas=2)(x)
     out = DataParallel(nn.Dropout(0.35), replicas=2)(x)
     assert set(out.unique().tolist()) <= {0.0, (torch.ones(()) / (1.0 - 0.35)).item()}
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.dropout(input=x, p=0.5, train=True),
+        lambda x: torch.dropout_(input=x.clone(), p=0.5, train=True),
+        lambda x: torch.native_dropout(input=x, p=0.5, train=True)[0],
+        lambda x: torch.native_dropout(input=x, p=0.0, train=True)[0],
+    ],
+)
+def test_dropout_by_any_name_of_its_arguments_is_ruled(draw):
+    class Draws(nn.Module):
+        def forward(self, x):
+            return draw(x)
+
+    model = DataParallel(Draws(), replicas=2)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        outputs.append(model(torch.ones(8, 50)))
+        outputs.append(torch.get_rng_state())
+    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[1], outputs[3])
+    assert model._samestep_runtime.habits.drawing == "intercept"  # nothing went past it
+
+
+def test_a_tensor_of_the_users_class_sees_dropout_as_one_call():
+    seen = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Drops(nn.Module):
+        def forward(self, x):
+            F.dropout(x.as_subclass(Watching), 0.5)
+            return x
+
+    DataParallel(Drops(), replicas=2)(torch.ones(4, 3))
+    assert F.dropout in seen
+    assert torch.Tensor.bernoulli_ not in seen

@@ -151,6 +151,8 @@ def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func is F.multi_head_attention_forward:
         probability = args[10] if len(args) > 10 else kwargs["dropout_p"]
         return bool(probability) and bool(kwargs.get("training", True))
+    if func is torch.native_dropout:
+        return True  # it draws whatever p is
     return bool(kwargs.get("training", True)) and bool(kwargs.get("p", 1.0))
 
 
@@ -172,8 +174,8 @@ def _dropout(
     values, p, training, is_asked = _dropout_arguments(*args, **kwargs)
     if not training or not 0.0 < p < 1.0 or not values.is_cpu or not values.numel():
         return func(*args, **kwargs)  # nothing to draw, or a p that torch will refuse
-    if _is_watched():
-        return _swapped(stream, func, args, kwargs)  # the same numbers
+    if _is_watched() or torch._C._has_torch_function_unary(values):
+        return _swapped(stream, func, args, kwargs)  # the same numbers, seen as one call
     return _drop(stream, values, torch.empty_like(values), p, inplace or is_asked)
 
 
@@ -224,7 +226,11 @@ def _is_watched() -> bool:
 
 
 def _dropout_arguments(
-    values: Tensor, p: float = 0.5, training: bool = True, train: bool = True, inplace: bool = False
+    input: Tensor,  # noqa: A002  # torch's name for it
+    p: float = 0.5,
+    training: bool = True,
+    train: bool = True,
+    inplace: bool = False,
 ) -> tuple[Tensor, float, bool, bool]:
     """``F.dropout`` and ``torch.dropout`` name the third argument differently."""
-    return values, p, training and train, inplace
+    return input, p, training and train, inplace
