@@ -39,25 +39,42 @@ class Machine:
 def test_work_that_keeps_the_cores_busy_is_never_tried_alone():
     modes = Machine(workers=1.0, busy=1.9, alone=0.1).run(3000)
     assert Mode.ALONE not in modes
-    assert 5 <= modes.count(Mode.WATCHED) <= 15
+    assert 5 <= modes.count(Mode.WATCHED) <= 30
 
 
 def test_work_that_is_faster_alone_stays_alone():
     modes = Machine(workers=1.0, busy=0.9, alone=0.8).run(900)
     first = modes.index(Mode.ALONE)
     assert first <= 10
-    assert {*modes[first:]} == {Mode.ALONE}
+    assert modes[first:].count(Mode.ALONE) > 800
+    assert Mode.WORKERS not in modes[first:]
 
 
 def test_work_that_only_looked_faster_alone_goes_back_to_the_workers():
-    modes = Machine(workers=1.0, busy=0.9, alone=1.1).run(900)
-    assert modes.count(Mode.ALONE) == 5
+    modes = Machine(workers=1.0, busy=0.9, alone=1.1).run(3000)
     assert modes[-1] is Mode.WORKERS
+    looks = [i for i, mode in enumerate(modes) if mode is Mode.ALONE]
+    assert len(looks) <= 30  # rarer and rarer
+    assert max(looks) > 1000
+
+
+def test_a_try_takes_turns_with_the_workers_so_that_both_are_disturbed_alike():
+    machine = Machine(workers=1.0, busy=0.9, alone=0.8)
+    machine.run(4 + 5)
+    assert machine.run(6) == [Mode.ALONE, Mode.WATCHED] * 3
+
+
+def test_what_is_found_while_the_machine_is_busy_does_not_last():
+    # One core is taken by others: alone is as fast as ever, and the workers are not.
+    machine = Machine(workers=2.0, busy=1.5, alone=1.5)
+    assert machine.run(30)[-1] is Mode.ALONE
+    machine.workers = 1.0
+    assert machine.run(80)[-1] is Mode.WORKERS
 
 
 def test_one_run_that_takes_twice_as_long_ends_a_try():
     # Shards that sleep: no processor time at all, and one after the other they take far longer.
-    assert Machine(workers=1.0, busy=0.0, alone=8.0).run(900).count(Mode.ALONE) == 1
+    assert Machine(workers=1.0, busy=0.0, alone=8.0).run(100).count(Mode.ALONE) == 1
 
 
 def test_what_was_found_is_looked_at_again():
@@ -65,7 +82,7 @@ def test_what_was_found_is_looked_at_again():
     machine.run(500)
     machine.workers = 0.5
     assert Mode.WATCHED in machine.run(1000)
-    assert machine.run(100)[-1] is Mode.WORKERS
+    assert machine.run(40)[-1] is Mode.WORKERS
 
 
 def test_work_that_got_slow_is_looked_at_at_once():

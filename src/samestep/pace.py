@@ -6,13 +6,12 @@ operation, costs more than a small model's shard takes. Then the calling thread 
 the bits are the same, since they depend on the shards and never on who runs them.
 
 How: a few runs on the workers are looked at closely. Where the workers together had little more
-processor time than the run took, the cores stood still, and the calling thread is given a try; if
-it is not faster, the workers have the work again. What was found is looked at anew from time to
-time, as the machine may have other work by then, and whenever a run alone takes much longer than it
-did.
+processor time than the run took, the cores stood still, and the calling thread is given a try, in
+turn with the workers, so that what else the machine does disturbs both. What was found is looked at
+again, soon at first and the later the longer it stays the same, and at once when runs alone become
+slow.
 
-Guarantees: a try ends with the first run that takes twice as long as on the workers; all tries of a
-kind are five in a thousand runs.
+Guarantees: a try ends with the first run that takes twice as long as on the workers.
 Must not: know what the work is.
 """
 
@@ -79,9 +78,11 @@ class _Kind:
     def __init__(self) -> None:
         self._is_alone = False
         self._rest = _FIRST  # runs until the next look
+        self._length = _SHORTEST  # of the rest after it
         self._seconds: list[float] = []  # of the runs on the workers that were looked at
         self._busy: list[float] = []
-        self._alone: list[float] = []
+        self._alone: list[float] = []  # of a try, in turn:
+        self._other: list[float] = []
         self._usual = 0.0  # what a run alone took when it was found to be faster
         self._num_slow = 0
 
@@ -89,14 +90,20 @@ class _Kind:
         if self._rest:
             self._rest -= 1
             return Mode.ALONE if self._is_alone else Mode.WORKERS
-        return Mode.ALONE if len(self._seconds) >= _LOOKS else Mode.WATCHED
+        is_try = len(self._seconds) >= _LOOKS and len(self._alone) <= len(self._other)
+        return Mode.ALONE if is_try else Mode.WATCHED
 
     def note_workers(self, seconds: float, busy: float) -> None:
+        if len(self._seconds) >= _LOOKS:
+            self._other.append(seconds)
+            if len(self._other) >= _LOOKS:
+                self._usual = _median(self._alone)
+                self._settle(is_alone=self._usual < _CLEARLY * _median(self._other))
+            return
         self._seconds.append(seconds)
         self._busy.append(busy)
-        if len(self._seconds) < _LOOKS:
-            return
-        if _median(self._busy) > _BUSY * _median(self._seconds):
+        is_last = len(self._seconds) == _LOOKS
+        if is_last and _median(self._busy) > _BUSY * _median(self._seconds):
             self._settle(is_alone=False)
 
     def note_alone(self, seconds: float) -> None:
@@ -107,16 +114,14 @@ class _Kind:
                 self._rest = 0
             return
         self._alone.append(seconds)
-        on_workers = _median(self._seconds)
-        if seconds > _SLOW * on_workers:
+        if seconds > _SLOW * _median(self._seconds):
             self._settle(is_alone=False)
-        elif len(self._alone) >= _LOOKS:
-            self._usual = _median(self._alone)
-            self._settle(is_alone=self._usual < on_workers)
 
     def _settle(self, *, is_alone: bool) -> None:
-        self._is_alone, self._rest, self._num_slow = is_alone, _REST, 0
-        self._seconds, self._busy, self._alone = [], [], []
+        is_same = is_alone == self._is_alone
+        self._length = min(2 * self._length, _LONGEST) if is_same else _SHORTEST
+        self._is_alone, self._rest, self._num_slow = is_alone, self._length, 0
+        self._seconds, self._busy, self._alone, self._other = [], [], [], []
 
 
 # ---------------------------------------------------------------------------
@@ -131,8 +136,9 @@ def _median(values: Sequence[float]) -> float:
 _NUM_KINDS = 1024
 _FIRST = 4  # the first runs of a kind fill caches and memory
 _LOOKS = 5
-_REST = 1000
+_SHORTEST, _LONGEST = 50, 1600  # runs between two looks
 # So many cores busy on the workers, and it is not worth a try to do without them: the calling
 # thread alone has one, though it loses less by waiting for the interpreter lock.
 _BUSY = 1.5
 _SLOW = 2.0
+_CLEARLY = 0.95  # of the time on the workers: else they keep the work
