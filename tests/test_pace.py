@@ -66,7 +66,7 @@ def test_a_try_takes_turns_with_the_workers_so_that_both_are_disturbed_alike():
 
 def test_what_is_found_while_the_machine_is_busy_does_not_last():
     # One core is taken by others: alone is as fast as ever, and the workers are not.
-    machine = Machine(workers=2.0, busy=1.5, alone=1.5)
+    machine = Machine(workers=2.0, busy=1.6, alone=1.5)
     assert machine.run(30)[-1] is Mode.ALONE
     machine.workers = 1.0
     assert machine.run(80)[-1] is Mode.WORKERS

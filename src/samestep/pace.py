@@ -139,6 +139,6 @@ _LOOKS = 5
 _SHORTEST, _LONGEST = 50, 1600  # runs between two looks
 # So many cores busy on the workers, and it is not worth a try to do without them: the calling
 # thread alone has one, though it loses less by waiting for the interpreter lock.
-_BUSY = 1.5
+_BUSY = 1.25
 _SLOW = 2.0
 _CLEARLY = 0.95  # of the time on the workers: else they keep the work
