@@ -1,9 +1,10 @@
 """Whether anybody else can see a tensor's memory.
 
-What it holds: :func:`find_sole`. Why: adding one gradient to another in place spares new memory, of
-which the system must first give every page; but a gradient may be a tensor that somebody keeps (a
-custom backward's buffer, two parameters' common gradient, what a hook put into a list). torch asks
-the same question before it takes a gradient over as ``.grad`` without copying it.
+What it holds: :func:`find_sole`, and :func:`storage_of`, by which memory is told from other memory.
+Why: adding one gradient to another in place spares new memory, of which the system must first give
+every page; but a gradient may be a tensor that somebody keeps (a custom backward's buffer, two
+parameters' common gradient, what a hook put into a list). torch asks the same question before it
+takes a gradient over as ``.grad`` without copying it.
 
 How: all references are counted, to the Python object, to the tensor, to its storage, and to the
 tensor that it is a view of, and compared with those to a tensor that was made for the comparison.
@@ -25,8 +26,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, UntypedStorage
+from torch.nn.parameter import is_lazy
 
-__all__ = ["find_sole"]
+__all__ = ["find_sole", "storage_of"]
 
 
 def find_sole(tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[int]:
@@ -42,9 +44,16 @@ def find_sole(tensors: Sequence[Tensor | None], places: Iterable[int]) -> list[i
     asked = [i for i in places if _is_plain(tensors[i])]
     try:
         found = list(_count(tensors, asked))
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         return []  # of a tensor that stands for many (under vmap), torch tells no storage
     return [i for i, counts in zip(asked, found, strict=True) if counts in sole]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The address of the memory that the tensor lies in; 0 where there is none to name."""
+    if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor):
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 # ---------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Recomputation:
         self._replica = replica
         self._function = function
         self._buffers: list[tuple[Link, Tensor]] = []
-        self._cells: list[tuple[Cell, Any]] = []  # what they held before
+        self._cells: list[tuple[Cell, list[Any]]] = []  # what they held before
         self._versions: list[int] | None = None
         self._has_begun = False
         self._is_training = replica.module.training
@@ -58,7 +58,7 @@ class Recomputation:
         if not replica.snapshot.is_current():
             changed = replica.snapshot.changed()
             targets, content = replica.follower.targets, replica.snapshot.content
-            self._cells = [(targets[index], content(index)) for index in changed]
+            self._cells = [(targets[index], _entries(content(index))) for index in changed]
         self._versions = replica.parameter_versions()
 
     def _written(self) -> list[Tensor]:
@@ -92,9 +92,9 @@ class Recomputation:
     @contextlib.contextmanager
     def _state_as_it_was(self) -> Iterator[None]:
         copies = self._written()
-        held = [(cell, _content(cell)) for cell, _ in self._cells]
+        held = [(cell, _entries(cell)) for cell, _ in self._cells]
         for cell, before in self._cells:
-            refill(cell, _entries(before))
+            refill(cell, before)
         norms = self._replica.norms
         with _unseen(), torch.no_grad():
             now = [copy.clone() for copy in copies]
@@ -106,8 +106,8 @@ class Recomputation:
         finally:
             for norm in norms:
                 norm.is_paused = False
-            for cell, content in held:
-                refill(cell, _entries(content))
+            for cell, entries in held:
+                refill(cell, entries)
             with _unseen(), torch.no_grad():
                 _write(copies, now)
 
@@ -130,12 +130,9 @@ def _gradients_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
                 tensor.grad = gradient
 
 
-def _content(cell: Cell) -> Any:
-    return dict(iter_items(cell)) if isinstance(cell, dict) else list(cell)
-
-
-def _entries(content: Any) -> Any:
-    return list(content.items()) if isinstance(content, dict) else content
+def _entries(cell: Cell) -> list[Any]:
+    """What a cell holds, as :func:`refill` takes it."""
+    return list(iter_items(cell)) if isinstance(cell, dict) else list(cell)
 
 
 def _write(targets: list[Tensor], values: list[Tensor]) -> None:

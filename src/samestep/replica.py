@@ -37,6 +37,7 @@ from samestep.copies import Copies, Flat, lay_out
 from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.follow import Follower, Leaf
+from samestep.holders import storage_of
 from samestep.links import Link, Rows, as_leaf, copy_to, get_addresses
 from samestep.norm import NormRecord
 from samestep.pattern import Pattern
@@ -101,7 +102,7 @@ class Replica:
         self._storages: set[int]
         if model is None:
             self.home = home_device(source)
-            self._storages = {_get_storage(parameter) for parameter in source.parameters()} - {0}
+            self._storages = {storage_of(parameter) for parameter in source.parameters()} - {0}
         else:
             self.home, self._storages = model.home, model._storages
         with torch.inference_mode(False), torch.no_grad():
@@ -366,7 +367,7 @@ class Replica:
         """Whether the copy of a tensor is an alias, is private, is suspect; see :class:`Link`."""
         is_suspect = id(source) in self._written
         is_parameter = isinstance(source, nn.Parameter) or source.requires_grad
-        if not is_parameter and _get_storage(source) in self._storages:
+        if not is_parameter and storage_of(source) in self._storages:
             # A parameter's memory under another name (``weight.data``): it changes with the
             # parameter, and no version tells.
             is_parameter, is_suspect = True, not self._share or source.device != self.slot.device
@@ -428,10 +429,3 @@ _needs_gradient = operator.attrgetter("requires_grad")
 _NONES = itertools.repeat(None)
 # Weak on both sides: a replica belongs to its set.
 _registry: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
-
-
-def _get_storage(tensor: Tensor) -> int:
-    """The address of the memory that the tensor lies in; 0 where there is none to name."""
-    if tensor.layout != torch.strided or tensor.is_nested or is_lazy(tensor):
-        return 0
-    return tensor.untyped_storage().data_ptr()

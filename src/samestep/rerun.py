@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from samestep.holders import storage_of
 from samestep.rng import Moment
 from samestep.tree import iter_leaves, open_container
 
@@ -166,8 +167,8 @@ class _Found:
 
     def _is_written(self, tensor: Tensor) -> bool:
         if self._written is None:
-            self._written = {*filter(None, map(_storage_of, self._find_written()))}
-        return bool(self._written) and _storage_of(tensor) in self._written
+            self._written = {*filter(None, map(storage_of, self._find_written()))}
+        return bool(self._written) and storage_of(tensor) in self._written
 
     def check(self) -> None:
         """Say so if they are others."""
@@ -222,13 +223,6 @@ def _copy(tree: Any) -> Any:
     """The same leaves in containers of their own."""
     opened = open_container(tree)
     return tree if opened is None else opened.rebuild([_copy(child) for child in opened.children])
-
-
-def _storage_of(tensor: Tensor) -> int:
-    """Which memory it lies in; 0 where there is none to name."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        return 0
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:

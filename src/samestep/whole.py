@@ -45,6 +45,7 @@ from samestep.engine import Job, plan_runs
 from samestep.errors import DrawWarning, RankError, note_shard
 from samestep.functional import move
 from samestep.habits import Verdict
+from samestep.holders import storage_of
 from samestep.lookahead import Lookahead
 from samestep.options import Options
 from samestep.replica import LazyError, Replica, home_device
@@ -262,7 +263,7 @@ class WholeBatches:
             own = self._find_own(replica)
 
             def land(tensor: Tensor) -> Tensor:
-                if own and _is_dense(tensor) and tensor.untyped_storage().data_ptr() in own:
+                if own and storage_of(tensor) in own:
                     # The next batch on this slot may write there before the consumer has looked.
                     tensor = tensor.clone()
                 elif isinstance(tensor, nn.Parameter):
@@ -275,8 +276,7 @@ class WholeBatches:
         """Where the tensors lie that the replica holds as copies."""
         copies, found = self._own.get(replica.slot.index, (None, set()))
         if copies is not replica.copies:  # another list whenever a tensor was exchanged
-            tensors = [link.copy for link in replica.copies if _is_dense(link.copy)]
-            found = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+            found = {storage_of(link.copy) for link in replica.copies} - {0}
             self._own[replica.slot.index] = (replica.copies, found)
         return found
 
@@ -378,7 +378,3 @@ def _count(batch: Any, dim: int) -> SplitPlan | None:
 def _note(error: BaseException, number: int, rows: int | None, slot: Slot) -> None:
     size = "" if rows is None else f"{rows} rows, "
     note_shard(error, f"in batch {number} ({size}slot {slot.index}, {slot.device})")
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
