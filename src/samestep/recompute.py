@@ -49,11 +49,20 @@ class Recomputation:
         """Run the forward for the first time."""
         return Rerun(self._run, self._replica.slot.device, self._written)(*args, **kwargs)
 
-    def keep(self) -> None:
-        """Keep what the first run changed: call after it, before the source module is written."""
+    def keep(self, common: dict[Any, Tensor] | None = None) -> None:
+        """Keep what the first run changed: call after it, before the source module is written.
+
+        Args:
+            common: what the shards of the call keep alike, to use and to add to.
+        """
         replica = self._replica
-        written = replica.find_written()
-        self._buffers = [(link, link.view().clone()) for link in written]
+        common = {} if common is None else common
+        self._buffers = []
+        for link in replica.find_written():
+            key = (id(link.source), link.rows)
+            if key not in common:
+                common[key] = link.view().clone()
+            self._buffers.append((link, common[key]))
         self._cells = []
         if not replica.snapshot.is_current():
             changed = replica.snapshot.changed()

@@ -38,6 +38,9 @@ __all__ = ["Rerun"]
 
 _NO_TASK = -1  # what torch says outside of a backward
 _UNKNOWN = -1  # the version of an inference tensor
+# Entries of all that a function returns: up to here, what it does after the last saved tensor takes
+# less time than to end it by an exception, which is thrown through torch's C++.
+_SMALL = 4096
 _unseen = torch._C.DisableTorchFunction  # each question would go through the shard's own mode
 
 
@@ -61,6 +64,7 @@ class Rerun:
         self._device = device
         self._find_written = find_written
         self._looks: list[tuple[Any, ...]] = []  # of the tensors that the first run saved
+        self._is_short = False  # whether what comes after the last saved tensor is little
         self._task = _NO_TASK
         # Of the last second run, for this task, with the versions that they had when saved.
         self._tensors: list[tuple[Tensor, int] | None] = []
@@ -73,11 +77,18 @@ class Rerun:
         self._surroundings = _Surroundings(self._device, inputs)
         self._arguments = _copy((args, kwargs))  # the function may change what they are in
         with saved_tensors_hooks(self._note, self._find):
-            return self._function(*args, **kwargs)
+            output = self._function(*args, **kwargs)
+        with _unseen():
+            returned = (x for _, x in iter_leaves(output) if isinstance(x, Tensor))
+            self._is_short = sum(map(Tensor.numel, returned)) <= _SMALL
+        return output
 
     def _note(self, tensor: Tensor) -> int:
-        self._looks.append(_look(tensor))
-        return len(self._looks) - 1
+        # Here and below one block and no call of our own: each would be made for every tensor.
+        looks = self._looks
+        with _unseen():
+            looks.append((tensor.dtype, tensor.device, tensor.shape))
+        return len(looks) - 1
 
     def _find(self, index: int) -> Tensor:
         task = torch._C._current_graph_task_id()
@@ -107,7 +118,7 @@ class Rerun:
                 "began; with recompute=True the forward runs again in backward and needs it as it "
                 "was"
             )
-        found = _Found(self._looks, self._find_written)
+        found = _Found(self._looks, self._find_written, is_short=self._is_short)
         with contextlib.ExitStack() as stack:
             self._surroundings.restore(stack)
             stack.enter_context(torch.enable_grad())
@@ -130,14 +141,20 @@ class _Found:
     """The tensors that a second run makes, compared with those of the first by their looks."""
 
     def __init__(
-        self, looks: list[tuple[Any, ...]], find_written: Callable[[], Sequence[Tensor]]
+        self,
+        looks: list[tuple[Any, ...]],
+        find_written: Callable[[], Sequence[Tensor]],
+        *,
+        is_short: bool,
     ) -> None:
         self._looks = looks
+        self._is_short = is_short
         self._find_written = find_written
         self._written: set[int] | None = None  # where they lie; not known before it runs
         self._num = len(looks)
         self.tensors: list[tuple[Tensor, int] | None] = []
         self._others: list[str] = []
+        self._num_more = 0
 
     @property
     def is_complete(self) -> bool:
@@ -146,35 +163,40 @@ class _Found:
 
     def take(self, tensor: Tensor) -> Tensor:
         """Keep one; the graph of the second run gets it without its own graph, as a cycle else."""
-        index = len(self.tensors)
+        tensors = self.tensors
+        index = len(tensors)
         if index == self._num:
-            return tensor  # the function caught what should have ended it
-        if tensor.requires_grad:
-            with _unseen():
-                tensor = tensor.detach()
-        look = _look(tensor)
-        if look != self._looks[index]:
-            self._others.append(f"tensor {index}: {self._looks[index]}, then {look}")
+            # It is another function now, or caught what should have ended it.
+            self._num_more += self._is_short
+            return tensor
         with _unseen():
-            if self._is_written(tensor):
+            look = (tensor.dtype, tensor.device, tensor.shape)
+            if look != self._looks[index]:
+                self._others.append(
+                    f"tensor {index}: {_tell(self._looks[index])}, then {_tell(look)}"
+                )
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            written = self._written
+            if written is None:
+                written = self._written = self._ask()
+            if written and storage_of(tensor) in written:
                 with torch.no_grad():
                     tensor = tensor.clone()
-            version = _UNKNOWN if tensor.is_inference() else tensor._version
-            self.tensors.append((tensor, version))
-        if index + 1 == self._num:
+            tensors.append((tensor, _UNKNOWN if tensor.is_inference() else tensor._version))
+        if index + 1 == self._num and not self._is_short:
             raise _Enough
         return tensor
 
-    def _is_written(self, tensor: Tensor) -> bool:
-        if self._written is None:
-            self._written = {*filter(None, map(storage_of, self._find_written()))}
-        return bool(self._written) and storage_of(tensor) in self._written
+    def _ask(self) -> set[int]:
+        return {*filter(None, map(storage_of, self._find_written()))}
 
     def check(self) -> None:
         """Say so if they are others."""
         others = self._others
-        if len(self.tensors) != self._num:
-            others = [f"{self._num} tensors, then {len(self.tensors)}"]
+        found = len(self.tensors) + self._num_more
+        if found != self._num:
+            others = [f"{self._num} tensors, then {found}"]
         if others:
             raise RuntimeError(
                 "the forward ran again in backward, for recompute=True, and saved other tensors "
@@ -225,9 +247,9 @@ def _copy(tree: Any) -> Any:
     return tree if opened is None else opened.rebuild([_copy(child) for child in opened.children])
 
 
-def _look(tensor: Tensor) -> tuple[Any, ...]:
-    with _unseen():
-        return (tensor.dtype, tensor.device, *tensor.shape)
+def _tell(look: tuple[Any, ...]) -> str:
+    dtype, device, shape = look
+    return f"{dtype} on {device}, {list(shape)}"
 
 
 def _keep(tensor: Tensor) -> Tensor:

@@ -164,8 +164,9 @@ def _run(
                 for function, (args, kwargs) in zip(called, arguments, strict=True)
             ]
         )
+    common: dict[Any, Tensor] = {}
     for one in again:
-        one.keep()
+        one.keep(common)
     return [
         _in_terms_of_source(replica, output)
         for replica, output in zip(replicas, outputs, strict=True)
