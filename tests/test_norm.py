@@ -230,13 +230,25 @@ def test_a_wrong_number_of_dims_is_refused_when_synchronised_too():
 
 
 def make_record(module, *pieces, factor=0.1):
-    calls = [CallStatistics(len(p), p.mean(0), p.var(0), factor) for p in pieces]
+    calls, before = [], torch.stack([module.running_mean, module.running_var])
+    for piece in pieces:
+        seen = torch.stack([piece.mean(0), piece.var(0)])
+        after = (1 - factor) * before + factor * seen
+        calls.append(CallStatistics(len(piece), factor, before, after))
+        before = after
     return NormRecord(module, 0, calls)
+
+
+def find_merged(module, merged):
+    """By name, the new values of a module's buffers."""
+    names = {id(buffer): name for name, buffer in module.named_buffers()}
+    return {names[id(buffer)]: value for buffer, value in merged if id(buffer) in names}
 
 
 def test_pooling_two_unequal_shards_by_hand():
     module, x = make(), rows(5).detach()
-    merged = merge_statistics([make_record(module, x[:4]), make_record(module, x[4:].repeat(2, 1))])
+    shards = [make_record(module, x[:4]), make_record(module, x[4:].repeat(2, 1))]
+    merged = find_merged(module, merge_statistics([shards]))
     whole = torch.cat([x, x[4:]])
     torch.testing.assert_close(merged["running_mean"], 0.1 * whole.mean(0))
     torch.testing.assert_close(merged["running_var"], 0.9 + 0.1 * whole.var(0))
@@ -244,10 +256,35 @@ def test_pooling_two_unequal_shards_by_hand():
     assert module.num_batches_tracked == 0  # nothing is written here
 
 
+def test_modules_pooled_together_get_the_bits_of_each_by_itself():
+    """Of other sizes, calls, factors and rows per shard, in any order."""
+    torch.manual_seed(0)
+    shapes = [(3, (4, 2), 0.1, 1), (5, (4, 2), 0.1, 1), (2, (4, 2), 0.3, 1), (4, (3, 3), 0.1, 1)]
+    shapes += [(3, (4, 2), 0.1, 2), (6, (4, 2), 0.1, 2)]
+    modules, shards = [], []
+    for num_channels, sizes, factor, num_calls in shapes:
+        module = nn.BatchNorm1d(num_channels)
+        module.running_mean.normal_()
+        modules.append(module)
+        pieces = [[torch.randn(size, num_channels) for _ in range(num_calls)] for size in sizes]
+        shards.append([make_record(module, *each, factor=factor) for each in pieces])
+    together = merge_statistics(shards)
+    assert len(together) == 3 * len(modules)
+    for module, own in zip(modules, shards, strict=True):
+        by_itself = find_merged(module, merge_statistics([own]))
+        found = find_merged(module, together)
+        assert found.keys() == {"running_mean", "running_var", "num_batches_tracked"}
+        for name, value in found.items():
+            assert torch.equal(value, by_itself[name]), name
+            assert value.dtype == getattr(module, name).dtype
+
+
 def test_shards_that_called_it_unequally_often_are_not_pooled():
     module, x = make(), rows(6).detach()
-    assert merge_statistics([make_record(module, x[:3], x[:3]), make_record(module, x[3:])]) is None
-    assert merge_statistics([NormRecord(module, 0), NormRecord(module, 0)]) is None
+    unequal = [make_record(module, x[:3], x[:3]), make_record(module, x[3:])]
+    uncalled = [NormRecord(module, 0), NormRecord(module, 0)]
+    assert merge_statistics([unequal, uncalled]) == []
+    assert len(merge_statistics([unequal, [make_record(module, x)], uncalled])) == 3
 
 
 def test_modules_that_normalise_a_batch_are_known():

@@ -20,7 +20,7 @@ variances", 1979 (pooling); Ioffe, Szegedy, "Batch normalization", 2015.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,12 +45,19 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CallStatistics:
-    """What one call of a BatchNorm module saw: values per channel, mean, unbiased variance."""
+    """What one call of a BatchNorm module did to its running statistics.
+
+    Attributes:
+        count: values per channel.
+        factor: the weight of this call in the running statistics; not 0.
+        before, after: [2, C], running mean and running variance. What the call saw follows from
+            them, and is worked out for many modules at one time.
+    """
 
     count: int
-    mean: Tensor
-    variance: Tensor
-    factor: float  # the weight of this call in the running statistics
+    factor: float
+    before: Tensor
+    after: Tensor
 
 
 @dataclass(eq=False, repr=False)
@@ -123,19 +130,15 @@ def record(
         output: Tensor = forward(module, *args, **kwargs)
         return output
     with _unseen(), torch.no_grad():
-        before = [x.to(torch.float64, copy=True) for x in (module.running_mean, module.running_var)]
+        before = torch.stack([module.running_mean, module.running_var])
     output = forward(module, *args, **kwargs)
     with _unseen(), torch.no_grad():
         factor = _factor(module)
         if factor:
-            # new = (1 - factor) * old + factor * batch, solved for the batch's value.
-            after = [module.running_mean.double(), module.running_var.double()]
-            seen = torch._foreach_sub(after, before)
-            torch._foreach_div_(seen, factor)
-            torch._foreach_add_(seen, before)
             batch = _find_batch(args, kwargs)
             count = batch.numel() // batch.size(1)
-            found.calls.append(CallStatistics(count, seen[0], seen[1], factor))
+            after = torch.stack([module.running_mean, module.running_var])
+            found.calls.append(CallStatistics(count, factor, before, after))
     return output
 
 
@@ -176,32 +179,25 @@ def synchronise(
     return output.to(batch.dtype)
 
 
-def merge_statistics(records: Sequence[NormRecord]) -> dict[str, Tensor] | None:
-    """Pool the shards' statistics of one BatchNorm module.
+def merge_statistics(modules: Iterable[Sequence[NormRecord]]) -> list[tuple[Tensor, Tensor]]:
+    """Pool the shards' statistics of all BatchNorm modules.
+
+    Modules with as many values per channel in each shard are pooled together: put end to end, they
+    take as many operations as one.
 
     Args:
-        records: one per shard, of the same module.
+        modules: per module one record per shard. Where the shards called it unequally often, or not
+            at all, nothing can be pooled.
 
     Returns:
-        New values of ``running_mean``, ``running_var`` and ``num_batches_tracked``; None if the
-        shards called the module unequally often (nothing can be pooled then) or not at all.
+        ``running_mean``, ``running_var`` and ``num_batches_tracked`` of the others, each with its
+        new values. Nothing is written.
     """
-    counts = {len(found.calls) for found in records}
-    if len(counts) != 1 or counts == {0}:
-        return None
-    module: Any = records[0].module
-    mean, variance = module.running_mean.double(), module.running_var.double()
-    for calls in zip(*(found.calls for found in records), strict=True):
-        pooled = _pool(calls)
-        mean = (1 - pooled.factor) * mean + pooled.factor * pooled.mean.to(mean.device)
-        variance = (1 - pooled.factor) * variance + pooled.factor * pooled.variance.to(mean.device)
-    merged = {
-        "running_mean": mean.to(module.running_mean.dtype),
-        "running_var": variance.to(module.running_var.dtype),
-    }
-    if module.num_batches_tracked is not None:
-        merged["num_batches_tracked"] = module.num_batches_tracked + counts.pop()
-    return merged
+    groups: dict[Any, list[Sequence[NormRecord]]] = {}
+    for records in modules:
+        if len({len(found.calls) for found in records}) == 1 and records[0].calls:
+            groups.setdefault(_outline(records), []).append(records)
+    return [pair for group in groups.values() for pair in _merge(group)]
 
 
 # ---------------------------------------------------------------------------
@@ -212,18 +208,52 @@ _unseen = torch._C.DisableTorchFunction  # each call would go through the shard'
 _KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def _pool(calls: Sequence[CallStatistics]) -> CallStatistics:
+def _outline(records: Sequence[NormRecord]) -> Any:
+    """What modules that are pooled together have in common."""
+    home = records[0].module.running_mean
+    calls = [[(call.count, call.factor, call.after.device) for call in r.calls] for r in records]
+    return home.device, home.dtype, tuple(map(tuple, calls))
+
+
+def _merge(group: Sequence[Sequence[NormRecord]]) -> Iterator[tuple[Tensor, Tensor]]:
+    modules: list[Any] = [records[0].module for records in group]
+    both = [torch.stack([module.running_mean, module.running_var]) for module in modules]
+    running = torch.cat(both, 1).double()
+    num_calls = len(group[0][0].calls)
+    for i in range(num_calls):
+        # Per shard, this call of all modules.
+        calls = [[found.calls[i] for found in shard] for shard in zip(*group, strict=True)]
+        factor = calls[0][0].factor
+        pooled = _pool([shard[0].count for shard in calls], list(map(_find_seen, calls)))
+        running = (1 - factor) * running + factor * pooled.to(running.device)
+    parts = torch.split(running.to(both[0].dtype), [one.size(1) for one in both], 1)
+    for module, (mean, variance) in zip(modules, parts, strict=True):
+        yield module.running_mean, mean
+        yield module.running_var, variance
+        if module.num_batches_tracked is not None:
+            yield module.num_batches_tracked, module.num_batches_tracked + num_calls
+
+
+def _find_seen(calls: Sequence[CallStatistics]) -> Tensor:
+    """[2, sum of C], mean and unbiased variance that one shard's modules saw."""
+    before = torch.cat([call.before for call in calls], 1).double()
+    after = torch.cat([call.after for call in calls], 1).double()
+    # new = (1 - factor) * old + factor * batch, solved for the batch's value.
+    return (after - before) / calls[0].factor + before
+
+
+def _pool(counts: Sequence[int], seen: Sequence[Tensor]) -> Tensor:
     """Statistics of the union: means weighted by count; variance within plus variance between."""
-    total = sum(call.count for call in calls)
-    mean = tree_sum([call.mean * (call.count / total) for call in calls])
+    total = sum(counts)
+    means, variances = [each[0] for each in seen], [each[1] for each in seen]
+    mean = tree_sum([m * (count / total) for m, count in zip(means, counts, strict=True)])
     squares = tree_sum(
         [
-            call.variance * (call.count - 1)
-            + (call.mean - mean.to(call.mean.device)) ** 2 * call.count
-            for call in calls
+            variance * (count - 1) + (m - mean.to(m.device)) ** 2 * count
+            for m, variance, count in zip(means, variances, counts, strict=True)
         ]
     )
-    return CallStatistics(total, mean, squares / (total - 1), calls[0].factor)
+    return torch.stack([mean, squares / (total - 1)])
 
 
 def _find_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

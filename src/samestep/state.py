@@ -85,13 +85,10 @@ class StateWriter:
         done: set[int] = set()
         decided: list[Callable[[], Any]] = []
         carried: list[tuple[Any, Any, list[tuple[Tensor, int]]]] = []
-        for records in zip(*changes.norms, strict=True):
-            merged = merge_statistics(records)
-            for name, value in (merged or {}).items():
-                buffer = getattr(records[0].module, name)
-                done.add(id(buffer))
-                is_counter = name == "num_batches_tracked"
-                decided.append(partial(write, buffer, value, keep_version=not is_counter))
+        for buffer, value in merge_statistics(zip(*changes.norms, strict=True)):
+            done.add(id(buffer))
+            keeps = buffer.is_floating_point()  # the counter's version tells of the others
+            decided.append(partial(write, buffer, value, keep_version=keeps))
         for found in changes.written:
             link, source = found.link, found.link.source
             if id(source) not in done:
