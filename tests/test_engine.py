@@ -86,6 +86,20 @@ def test_one_error_raised_by_all_shards_is_noted_once(engine):
     assert error.__notes__ == ["in shard 0 of 3 (rows 0-1 of 6, cpu)"]
 
 
+def test_shards_that_fail_alike_are_one_note(engine):
+    errors = [ValueError("too long"), ValueError("too long"), ValueError("short")]
+    errors += [KeyError("too long"), ValueError("too long")]
+    with pytest.raises(ValueError, match="too long") as info:
+        run(engine, [lambda error=error: fail(error) for error in errors])
+    assert info.value is errors[0]
+    assert info.value.__notes__ == [
+        "in shard 0 of 5 (rows 0-1 of 10, cpu)",
+        "ValueError in shard 2 of 5 (rows 4-5 of 10, cpu): short",
+        "KeyError in shard 3 of 5 (rows 6-7 of 10, cpu): 'too long'",
+        "the same in shard 1, 4",
+    ]
+
+
 def test_the_run_after_a_failure_works(engine):
     with pytest.raises(ZeroDivisionError):
         run(engine, [lambda: 1 / 0, lambda: 1])

@@ -374,18 +374,29 @@ def _raise_first(jobs: Sequence[Job], outcomes: Sequence[_Outcome]) -> None:
             break
     else:
         return
-    failed = [
-        (job.shard, outcome.error)
-        for job, outcome in zip(jobs, outcomes, strict=True)
-        if outcome.error is not None
-    ]
-    (shard, first), *rest = failed
-    note_shard(first, shard.describe())
-    for other, error in rest:
-        if error is not first:
-            note_shard(first, f"{type(error).__name__} {other.describe()}: {error}")
-    del failed, rest
+    first = _note(jobs, outcomes)
     try:
         raise first
     finally:
         del first
+
+
+def _note(jobs: Sequence[Job], outcomes: Sequence[_Outcome]) -> BaseException:
+    """Return the lowest failing shard's error, with the others' as notes."""
+    (shard, first), *rest = [
+        (job.shard, outcome.error)
+        for job, outcome in zip(jobs, outcomes, strict=True)
+        if outcome.error is not None
+    ]
+    note_shard(first, shard.describe())
+    alike: list[int] = []
+    for other, error in rest:
+        if error is first:
+            continue
+        if type(error) is type(first) and str(error) == str(first):
+            alike.append(other.index)  # 32 shards that fail alike are not 32 messages to read
+        else:
+            note_shard(first, f"{type(error).__name__} {other.describe()}: {error}")
+    if alike:
+        note_shard(first, f"the same in shard {', '.join(map(str, alike))}")
+    return first
