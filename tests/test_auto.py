@@ -281,6 +281,11 @@ def test_devices_and_auto_exclude_each_other():
         DataParallel(nn.Linear(5, 2), ["cpu"], replicas="auto")
 
 
+def test_recomputing_and_auto_exclude_each_other():
+    with pytest.raises(ValueError, match=r"gives time for memory; write the number"):
+        DataParallel(nn.Linear(3, 2), replicas="auto", recompute=True)
+
+
 def test_several_ranks_are_told_to_write_the_number(monkeypatch):
     class Comm:
         rank, num_ranks = 0, 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep import bench, cli, report
+from samestep import DataParallel, bench, cli, report
 from samestep.bench import advise
 from samestep.proof import TargetError
 from samestep.timing import Ratio
@@ -82,7 +82,9 @@ def test_recompute_is_never_the_fastest_setting_but_its_speed_is_said():
     assert advice.lines[-1].startswith("recompute=True runs at 2.00")
 
 
-@pytest.mark.parametrize(("after", "word"), [([1.0] * 3, "call"), ([2.0] * 3, "no need for")])
+@pytest.mark.parametrize(
+    ("after", "word"), [([1.0] * 3, "call"), ([2.0] * 3, "no need for"), ([3.0] * 3, "do not call")]
+)
 def test_tuning_is_advised_if_surely_faster(after, word):
     advice = advise({PLAIN: [2.0] * 3}, {"before": [2.0] * 3, "after tune_cpu()": after})
     assert advice.lines[-1].startswith(f"{word} samestep.tune_cpu()")
@@ -112,6 +114,30 @@ def test_a_setting_that_fails_is_left_out_and_said(quick):
 def test_a_wrong_target_is_an_error(target):
     with pytest.raises(TargetError):
         bench.bench_target(target)
+
+
+def make_wrapped():
+    return DataParallel(nn.Linear(3, 2), replicas=2), torch.randn(4, 3)
+
+
+def make_misspelt():
+    return {"model": nn.Linear(3, 2), "inputs": (torch.randn(4, 3),), "sync_batchnorm": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("make_wrapped", "is wrapped already"),
+        ("make_misspelt", "'sync_batchnorm' is no option of DataParallel"),
+    ],
+)
+@pytest.mark.parametrize("command", ["bench --model", "check"])
+def test_what_cannot_be_used_is_one_line(command, name, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command.split(), f"{__name__}:{name}"])
+    text = capsys.readouterr().err
+    assert message in text
+    assert "Traceback" not in text
 
 
 @pytest.mark.slow

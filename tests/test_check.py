@@ -963,6 +963,11 @@ def test_a_wrapped_model_and_what_is_no_module_are_refused():
         check(nn.ReLU, torch.randn(7, 3))
 
 
+def test_a_loss_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="loss must be a function of the output, got 'mse'"):
+        check(nn.Linear(3, 2), torch.randn(7, 3), loss="mse")
+
+
 def test_a_model_that_cannot_be_copied_is_refused():
     model = nn.Linear(3, 2)
     model.lock = threading.Lock()

@@ -340,8 +340,8 @@ def test_a_refresh_sees_what_torch_does_not_count():
     ("options", "error", "message"),
     [
         ({"replicas": 0}, ValueError, "replicas must be at least 1, got 0"),
-        ({"replicas": True}, TypeError, r"replicas must be an int, got True \(bool\)"),
-        ({"replicas": 2.0}, TypeError, r"replicas must be an int, got 2.0 \(float\)"),
+        ({"replicas": True}, TypeError, r"replicas must be an int or 'auto', got True \(bool\)"),
+        ({"replicas": 2.0}, TypeError, r"replicas must be an int or 'auto', got 2.0 \(float\)"),
         ({"device_ids": []}, ValueError, "device_ids is empty"),
         ({"device_ids": ["abacus"]}, ValueError, "device_ids holds 'abacus', which torch does not"),
         ({"device_ids": "cpu"}, TypeError, "must be a sequence of devices"),

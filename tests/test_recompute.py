@@ -64,6 +64,18 @@ def test_one_slot_keeps_no_activations_either():
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def test_one_slot_runs_on_the_callers_threads():
+    seen, before = [], torch.get_num_threads()
+    module = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    module.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(before + 1)
+    try:
+        DataParallel(module, replicas=1, recompute=True)(torch.randn(4, 3)).sum().backward()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [before + 1] * 2
+
+
 class Watched(nn.Module):
     """Notes how many activations live whenever it makes one."""
 

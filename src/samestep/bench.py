@@ -167,7 +167,7 @@ def advise(samples: Mapping[str, Sequence[float]], tuned: Mapping[str, Sequence[
             lines.append("with torch.set_num_threads(1), or samestep.tune_cpu(num_threads=1)")
     tuning = ratio(tuned, _TUNED, "before") if tuned else None
     if tuning is not None:
-        says = "call" if tuning.low > 1 else "no need for"
+        says = "call" if tuning.low > 1 else "do not call" if tuning.high < 1 else "no need for"
         lines.append(f"{says} samestep.tune_cpu() at the top: {tuning} times as fast after it")
     for name in samples:
         if name.endswith(_RECOMPUTE):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,13 +143,21 @@ def plan_slots(
     if replicas is None and device_ids is None:
         replicas = _replicas_from_environment()
     elif replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int)):
-        raise TypeError(f"replicas must be an int, got {replicas!r} ({type(replicas).__name__})")
+        raise TypeError(
+            f"replicas must be an int or 'auto', got {replicas!r} ({type(replicas).__name__})"
+        )
     if replicas is not None and replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
     if isinstance(device_ids, (str, int, torch.device)):
+        number = f", or replicas={device_ids}" if isinstance(device_ids, int) else ""
         raise TypeError(
             f"device_ids must be a sequence of devices, got {device_ids!r}; "
-            f"write device_ids=[{device_ids!r}]"
+            f"write device_ids=[{device_ids!r}]{number}"
+        )
+    if device_ids is not None and not isinstance(device_ids, Iterable):
+        raise TypeError(
+            f"device_ids must be a sequence of devices, got a {type(device_ids).__name__}; the "
+            f"module is the only argument that comes before it"
         )
     if device_ids is None:
         devices = _default_devices(replicas) if num_ranks == 1 else _share_of_devices(rank)

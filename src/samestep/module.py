@@ -121,7 +121,7 @@ class DataParallel(Wrapper):
         comm = find_comm(process_group)
         is_auto = replicas == "auto"
         if is_auto:
-            _check_auto(device_ids, comm.num_ranks, cuda_graphs)
+            _check_auto(device_ids, comm.num_ranks, cuda_graphs, recompute)
         self._samestep_options = Options(
             slots=plan_slots(
                 device_ids,
@@ -301,7 +301,12 @@ def data_parallel(
 # ---------------------------------------------------------------------------
 
 
-def _check_auto(device_ids: Any, num_ranks: int, cuda_graphs: bool) -> None:
+def _check_auto(device_ids: Any, num_ranks: int, cuda_graphs: bool, recompute: bool) -> None:
+    if recompute:
+        raise ValueError(
+            "replicas='auto' takes what is fastest, and recompute=True gives time for memory; "
+            "write the number, such as replicas=8: more than run at a time, so that a shard fits"
+        )
     if cuda_graphs:
         raise ValueError(
             "replicas='auto' measures steps without captured graphs, so its choice would not be "

@@ -88,6 +88,12 @@ class Options:
         check_in_dims(self.in_dims)
         check_out_dims(self.out_dims)
 
+    @property
+    def num_threads(self) -> int | None:
+        """Of a shard on the CPU; None: the caller's, as one slot shares the cores with nobody."""
+        is_one = len(self.slots) == self.num_ranks == 1
+        return None if is_one else self.threads_per_replica
+
     def describe(self) -> str:
         """The options that are not what they are by default, for ``print(model)``."""
         said = {name: getattr(self, name) for name in _DEFAULTS}

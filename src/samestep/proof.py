@@ -90,6 +90,8 @@ def check(
     """
     counts = _check_replicas(replicas)
     _check_arguments(model, options)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of the output, got {loss!r}")
     options.setdefault("device_ids", [home_device(model)])
     call = Call(inputs, dict(kwargs or {}), loss)
     with kept_state():
@@ -262,15 +264,22 @@ def parse_target(given: Any) -> dict[str, Any]:
     """Read what a function that the command line names has returned.
 
     Raises:
-        TargetError: it is neither ``(model, *inputs)`` nor a dict with ``"model"`` in it.
+        TargetError: it is neither ``(model, *inputs)`` nor a dict with ``"model"`` in it, the model
+            is none or is wrapped already, or an option is unknown.
     """
     if isinstance(given, tuple) and given:
-        return {"model": given[0], "inputs": given[1:]}
-    if not isinstance(given, Mapping) or "model" not in given:
+        given = {"model": given[0], "inputs": given[1:]}
+    elif not isinstance(given, Mapping) or "model" not in given:
         raise TargetError(
             f"the function returned a {type(given).__name__}; it must return (model, *inputs), or "
             f"a dict with 'model', 'inputs' and whatever else check takes"
         )
+    known = ("inputs", "kwargs", "loss", "replicas")
+    options = {key: value for key, value in given.items() if key not in ("model", *known)}
+    try:
+        _check_arguments(given["model"], options)
+    except TypeError as error:
+        raise TargetError(f"what the function returned cannot be used: {error}") from error
     return dict(given)
 
 

@@ -89,7 +89,7 @@ class Runtime:
 
             self.captures = Captures()
         self.mirror = Mirror()
-        count = options.threads_per_replica
+        count = options.num_threads
         self.serial: Engine = SerialEngine(count)
         self.threads: Engine = ThreadEngine(count, num_workers=options.workers)
         self.writer = StateWriter(buffers, partial(merge_state, dim=options.dim))
