@@ -196,3 +196,16 @@ def test_garbled_copies_are_noticed(monkeypatch):
     with pytest.warns(UserWarning, match="copies from cpu to cpu do not arrive as they were sent"):
         assert not devices._arrives(torch.device("cpu"), torch.device("cpu"))
     devices._arrives.cache_clear()
+
+
+@pytest.mark.parametrize(("source", "target"), [("cuda:0", "cpu"), ("cpu", "cuda:0")])
+def test_what_goes_to_the_host_is_waited_for(source, target):
+    # torch returns at once, with memory that is filled later.
+    class Sent:
+        device = torch.device(source)
+
+        def to(self, device, non_blocking):
+            return "there" if non_blocking else "waited for"
+
+    found = devices.move_tensor(Sent(), torch.device(target), non_blocking=True)
+    assert found == ("waited for" if target == "cpu" else "there")

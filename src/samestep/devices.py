@@ -192,7 +192,8 @@ def move_tensor(tensor: Tensor, device: torch.device, *, non_blocking: bool = Fa
     kinds = (source.type, device.type)
     if "cpu" not in kinds and "meta" not in kinds and not _arrives(source, device):
         return tensor.cpu().to(device)
-    return tensor.to(device, non_blocking=non_blocking)
+    # On its way to the host it is waited for: torch would return memory that is yet to be filled.
+    return tensor.to(device, non_blocking=non_blocking and device.type != "cpu")
 
 
 def move_in_place(tensors: list[Tensor | None], devices: Sequence[torch.device]) -> None:
