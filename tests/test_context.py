@@ -303,7 +303,8 @@ def test_threads_are_used_otherwise(monkeypatch):
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_with_an_accelerator_each_shard_differentiates_in_its_own_thread(monkeypatch, num_workers):
     """A stand-in: where streams are captured, an accelerator is there."""
-    monkeypatch.setattr("samestep.context._capture_streams", lambda: [contextlib.nullcontext()])
+    monkeypatch.setattr("samestep.context._capture_streams", lambda: (0, []))
+    monkeypatch.setattr("samestep.context._set_streams", lambda streams: None)
     seen = []
 
     class Noted(nn.Linear):
@@ -317,6 +318,120 @@ def test_with_an_accelerator_each_shard_differentiates_in_its_own_thread(monkeyp
     model(torch.randn(4, 3)).sum().backward()
     assert seen == [False] * 4
     assert torch._C._is_multithreading_enabled()
+
+
+class Stream:
+    """As torch's, it keeps what was before a ``with``."""
+
+    def __init__(self, index, name, accelerators):
+        self.index, self.name, self.accelerators, self.before = index, name, accelerators, []
+
+    def __eq__(self, other):
+        return (self.index, self.name) == (other.index, other.name)
+
+    __hash__ = None
+
+    def __enter__(self):
+        self.before.append((self.accelerators.index, self.accelerators.streams[self.index]))
+        self.accelerators.set_stream(self)
+
+    def __exit__(self, *error):
+        self.accelerators.index, self.accelerators.streams[self.index] = self.before.pop()
+
+
+class Accelerators(threading.local):
+    """Stands in for ``torch.accelerator``: two devices; each thread has its own streams."""
+
+    def __init__(self):
+        self.index, self.streams = 0, [Stream(0, "default", self), Stream(1, "default", self)]
+
+    def install(self, monkeypatch):
+        monkeypatch.setattr("samestep.context._device_types", lambda: ["cpu", "cuda"])
+        names = (
+            "device_count device_index current_stream set_stream current_device_index "
+            "set_device_index"
+        )
+        for name in names.split():
+            monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
+
+    def device_count(self):
+        return 2
+
+    def current_device_index(self):
+        return self.index
+
+    def set_device_index(self, index):
+        self.index = index
+
+    @contextlib.contextmanager
+    def device_index(self, index):
+        before, self.index = self.index, index
+        yield
+        self.index = before
+
+    def current_stream(self, index):
+        return self.streams[index]
+
+    def set_stream(self, stream):
+        self.index = stream.index
+        self.streams[stream.index] = stream
+
+
+def test_threads_that_have_the_callers_streams_at_one_time_go_back_to_their_own(monkeypatch):
+    accelerators = Accelerators()
+    accelerators.install(monkeypatch)
+    accelerators.streams[1] = Stream(1, "side", accelerators)
+    context = CallerContext()
+    is_inside, may_leave = threading.Event(), threading.Event()
+    seen = {}
+
+    def look():
+        return accelerators.index, *[stream.name for stream in accelerators.streams]
+
+    def wait():
+        seen["worker, inside"] = look()
+        is_inside.set()
+        assert may_leave.wait(20)
+
+    def work():
+        context.run(wait, torch.device("cuda", 1))
+        seen["worker, after"] = look()
+
+    worker = threading.Thread(target=work)
+
+    def run():
+        worker.start()
+        assert is_inside.wait(20)
+        seen["caller, inside"] = look()
+
+    context.run(run, torch.device("cuda", 0))
+    seen["caller, after"] = look()
+    may_leave.set()
+    worker.join()
+    assert seen == {
+        "worker, inside": (1, "default", "side"),
+        "caller, inside": (0, "default", "side"),
+        "caller, after": (0, "default", "side"),
+        "worker, after": (0, "default", "default"),
+    }
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_shard_on_the_cpu_has_the_callers_current_device(monkeypatch, index):
+    accelerators = Accelerators()
+    accelerators.install(monkeypatch)
+    accelerators.index = index
+    context = CallerContext()
+    seen = []
+
+    def work():
+        context.run(lambda: seen.append(accelerators.index), CPU)
+        seen.append(accelerators.index)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert seen == [index, 0]
 
 
 class LeavesOn(nn.Linear):

@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_Streams = tuple[int, list[torch.Stream]]
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 
@@ -222,7 +223,7 @@ class CallerContext:
         # What a fresh thread has, but for the grad mode: nothing to enter.
         self._is_default = not (
             self._inference
-            or self._streams
+            or self._streams is not None
             or self._hooks is not None
             or self._device is not None
             or self._autocast
@@ -256,7 +257,8 @@ class CallerContext:
 
     def _run(self, function: Callable[[], T], device: torch.device) -> T:
         is_checkpointed = self._hooks is not None and self._hooks[0] is _pass
-        if threading.get_ident() == self._thread and not self._streams and not is_checkpointed:
+        is_own = threading.get_ident() == self._thread
+        if is_own and self._streams is None and not is_checkpointed:
             # The caller's own thread has the settings already; its grad mode may be another one
             # by now only inside the stitch's backward, which passes a context of its own.
             return function()
@@ -273,9 +275,11 @@ class CallerContext:
             return function()
 
     def _enter(self, stack: contextlib.ExitStack, device: torch.device) -> None:
-        for stream in self._streams:
-            stack.enter_context(stream)
-        if self._streams:
+        if self._streams is not None:
+            own = _capture_streams()
+            assert own is not None
+            stack.callback(_set_streams, own)
+            _set_streams(self._streams)
             # Else torch runs what lies on an accelerator in a thread of the device's, which knows
             # no shard and no stream of random numbers, and where shards that wait for each other
             # would wait for ever.
@@ -348,10 +352,25 @@ def _pass(value: Any) -> Any:
     return value
 
 
-def _capture_streams() -> list[contextlib.AbstractContextManager[Any]]:
-    """The caller's current stream of every accelerator, as contexts to enter."""
+def _capture_streams() -> _Streams | None:
+    """Of every accelerator the current stream, and which one is current; None if there is none."""
     if len(_device_types()) == 1:
-        return []
-    return [
-        torch.accelerator.current_stream(index) for index in range(torch.accelerator.device_count())
-    ]
+        return None
+    indices = range(torch.accelerator.device_count())
+    streams = list(map(torch.accelerator.current_stream, indices))
+    return torch.accelerator.current_device_index(), streams
+
+
+def _set_streams(wanted: _Streams) -> None:
+    """Make them this thread's own.
+
+    Not by ``with stream``, which keeps what it has to go back to in the stream: of two threads that
+    are in one at the same time, each would go back to what the other had. And only those that
+    differ: a stream that is set makes its device current, and a process has memory on such a one.
+    """
+    current, streams = wanted
+    for index, stream in enumerate(streams):
+        if torch.accelerator.current_stream(index) != stream:
+            torch.accelerator.set_stream(stream)
+    if torch.accelerator.current_device_index() != current:
+        torch.accelerator.set_device_index(current)
