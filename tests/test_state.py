@@ -2,6 +2,8 @@
 
 import copy
 import re
+from collections import OrderedDict, deque
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from helpers import assert_alike
 from torch import nn
 
 from samestep import DataParallel, MergeError, StateWarning, current_shard
+from samestep.changes import Changes, Entry
+from samestep.tree import iter_leaves
 
 X = torch.arange(14.0).view(7, 2)
 
@@ -247,6 +251,52 @@ def test_a_submodule_stored_elsewhere_is_the_users_own():
     assert module.note[0] is module.child
     assert module.note[1] is module.scale
     assert module.note[2] is module
+
+
+class Held(NamedTuple):
+    parts: tuple
+    number: int
+
+
+CONTAINERS = {
+    "list": lambda one: [one],
+    "dict": lambda one: {"a": one},
+    "named tuple": lambda one: Held((one,), 1),
+    "OrderedDict": lambda one: OrderedDict(a=one),
+    "deque": lambda one: deque([one]),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_what_is_kept_in_any_container_is_the_users_own(kind):
+    # In all but plain lists, tuples and dicts, the replica's parameter was left.
+    class Keeps(nn.Linear):
+        kept = None
+
+        def forward(self, x):
+            self.kept = CONTAINERS[kind](self.weight)
+            return super().forward(x)
+
+    module = Keeps(3, 2)
+    model = DataParallel(module, replicas=2)
+    for _ in range(2):
+        model(torch.ones(4, 3))
+        [found] = [leaf for _, leaf in iter_leaves(module.kept) if isinstance(leaf, torch.Tensor)]
+        assert found is module.weight
+        assert type(module.kept) is type(CONTAINERS[kind](0))
+
+
+def test_tensors_that_a_first_call_sets_are_compared_where_one_of_them_is(monkeypatch):
+    # Stands in for two accelerators, whose tensors torch.equal refuses to compare.
+    def equal(one, other):
+        assert one.device == other.device
+        return True
+
+    monkeypatch.setattr(torch, "equal", equal)
+    values = [torch.ones(5, device="meta"), torch.ones(5)]
+    entry = Entry({"scale": None}, "scale", "", values, is_buffer=False)
+    changes = Changes([entry], [], [], [], [], [])
+    assert not changes.is_flagged([2, 1])
 
 
 def test_state_inside_helper_objects_comes_back():

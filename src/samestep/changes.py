@@ -23,6 +23,7 @@ from samestep.links import Link
 from samestep.norm import NormRecord
 from samestep.replica import Replica
 from samestep.snapshot import WHOLE
+from samestep.tree import open_container
 
 __all__ = [
     "MISSING",
@@ -30,7 +31,6 @@ __all__ = [
     "Entry",
     "Touched",
     "Written",
-    "are_equal_tensors",
     "collect",
     "find_row_dim",
     "find_touched",
@@ -196,10 +196,6 @@ def find_row_dim(values: Sequence[Tensor], rows: Sequence[int]) -> int | None:
     return None
 
 
-def are_equal_tensors(values: Sequence[Tensor]) -> bool:
-    return all(v.shape == values[0].shape and torch.equal(v, values[0]) for v in values[1:])
-
-
 # ---------------------------------------------------------------------------
 # Helpers
 # ---------------------------------------------------------------------------
@@ -236,11 +232,13 @@ def _to_source(replica: Replica, value: Any) -> Any:
     found = replica.original(value)
     if found is not value:
         return found
-    if type(value) in (list, tuple):
-        return type(value)(_to_source(replica, entry) for entry in value)
-    if type(value) is dict:
-        return {key: _to_source(replica, entry) for key, entry in value.items()}
-    return value
+    opened = open_container(value)
+    if opened is None:
+        return value
+    children = [_to_source(replica, child) for child in opened.children]
+    is_same = all(map(operator.is_, children, opened.children))
+    # A list or dict that the forward made is copied: the replica goes on with its own.
+    return value if is_same and type(value) not in (list, dict) else opened.rebuild(children)
 
 
 def _is_structural(entry: Entry) -> bool:
@@ -260,8 +258,15 @@ def _is_flag(entry: Entry, rows: Sequence[int], with_tensors: bool) -> bool:
         return False
     before, values = entry.cell[entry.key], entry.values
     if with_tensors and before is None and all(isinstance(value, Tensor) for value in values):
-        return find_row_dim(values, rows) is None and not are_equal_tensors(values)
+        return find_row_dim(values, rows) is None and not _are_equal(values)
     return before is False and values[0] is True
+
+
+def _are_equal(values: Sequence[Tensor]) -> bool:
+    first = values[0]  # and each is where its shard ran
+    return all(
+        v.shape == first.shape and torch.equal(v.to(first.device), first) for v in values[1:]
+    )
 
 
 def _is_flag_set(found: Written) -> bool:
