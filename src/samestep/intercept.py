@@ -30,7 +30,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-__all__ = ["StreamMode"]
+__all__ = ["StreamMode", "unseen"]
+
+#: Entered, for calls of the library's own inside a shard: each would go through the shard's mode.
+unseen = torch._C.DisableTorchFunction
 
 
 class Source(Protocol):

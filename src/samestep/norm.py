@@ -31,6 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from samestep.errors import RankError, ReplicaError
 from samestep.group import current_group, sum_shards
+from samestep.intercept import unseen
 from samestep.reduce import tree_sum
 
 __all__ = [
@@ -129,10 +130,10 @@ def record(
     ):
         output: Tensor = forward(module, *args, **kwargs)
         return output
-    with _unseen(), torch.no_grad():
+    with unseen(), torch.no_grad():
         before = torch.stack([module.running_mean, module.running_var])
     output = forward(module, *args, **kwargs)
-    with _unseen(), torch.no_grad():
+    with unseen(), torch.no_grad():
         factor = _factor(module)
         if factor:
             batch = _find_batch(args, kwargs)
@@ -204,7 +205,6 @@ def merge_statistics(modules: Iterable[Sequence[NormRecord]]) -> list[tuple[Tens
 # Helpers
 # ---------------------------------------------------------------------------
 
-_unseen = torch._C.DisableTorchFunction  # each call would go through the shard's own mode
 _KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.intercept import unseen
 from samestep.links import Link
 from samestep.replica import Replica
 from samestep.rerun import Rerun
@@ -77,7 +78,7 @@ class Recomputation:
         if not self._has_begun:
             self._has_begun = True
             return self._function(*args, **kwargs)
-        with _unseen():
+        with unseen():
             if self._versions is None:
                 self.keep()  # a backward inside forward: the first run is not over
             self._check_unchanged()
@@ -105,7 +106,7 @@ class Recomputation:
         for cell, before in self._cells:
             refill(cell, before)
         norms = self._replica.norms
-        with _unseen(), torch.no_grad():
+        with unseen(), torch.no_grad():
             now = [copy.clone() for copy in copies]
             _write(copies, [before for _, before in self._buffers])
         for norm in norms:
@@ -117,24 +118,21 @@ class Recomputation:
                 norm.is_paused = False
             for cell, entries in held:
                 refill(cell, entries)
-            with _unseen(), torch.no_grad():
+            with unseen(), torch.no_grad():
                 _write(copies, now)
-
-
-_unseen = torch._C.DisableTorchFunction  # each call would go through the shard's own mode
 
 
 @contextlib.contextmanager
 def _gradients_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let nothing that is accumulated meanwhile stay, and nothing that was there be lost."""
-    with _unseen():
+    with unseen():
         before = [tensor.grad for tensor in tensors]
         for tensor in tensors:
             tensor.grad = None
     try:
         yield
     finally:
-        with _unseen():
+        with unseen():
             for tensor, gradient in zip(tensors, before, strict=True):
                 tensor.grad = gradient
 

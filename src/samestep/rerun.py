@@ -31,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from samestep.holders import storage_of
+from samestep.intercept import unseen
 from samestep.rng import Moment
 from samestep.tree import iter_leaves, open_container
 
@@ -41,7 +42,6 @@ _UNKNOWN = -1  # the version of an inference tensor
 # Entries of all that a function returns: up to here, what it does after the last saved tensor takes
 # less time than to end it by an exception, which is thrown through torch's C++.
 _SMALL = 4096
-_unseen = torch._C.DisableTorchFunction  # each question would go through the shard's own mode
 
 
 class Rerun:
@@ -71,14 +71,14 @@ class Rerun:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function for the first time."""
-        with _unseen():
+        with unseen():
             inputs = [x for _, x in iter_leaves((args, kwargs)) if isinstance(x, Tensor)]
             self._versions = [(x, x._version) for x in inputs if not x.is_inference()]
         self._surroundings = _Surroundings(self._device, inputs)
         self._arguments = _copy((args, kwargs))  # the function may change what they are in
         with saved_tensors_hooks(self._note, self._find):
             output = self._function(*args, **kwargs)
-        with _unseen():
+        with unseen():
             returned = (x for _, x in iter_leaves(output) if isinstance(x, Tensor))
             self._is_short = sum(map(Tensor.numel, returned)) <= _SMALL
         return output
@@ -86,7 +86,7 @@ class Rerun:
     def _note(self, tensor: Tensor) -> int:
         # Here and below one block and no call of our own: each would be made for every tensor.
         looks = self._looks
-        with _unseen():
+        with unseen():
             looks.append((tensor.dtype, tensor.device, tensor.shape))
         return len(looks) - 1
 
@@ -100,7 +100,7 @@ class Rerun:
             assert saved is not None
         self._tensors[index] = None
         tensor, version = saved
-        with _unseen():
+        with unseen():
             if version != _UNKNOWN and tensor._version != version:
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an "
@@ -110,7 +110,7 @@ class Rerun:
         return tensor
 
     def _run_again(self) -> list[tuple[Tensor, int] | None]:
-        with _unseen():
+        with unseen():
             is_changed = any(tensor._version != version for tensor, version in self._versions)
         if is_changed:
             raise RuntimeError(
@@ -169,7 +169,7 @@ class _Found:
             # It is another function now, or caught what should have ended it.
             self._num_more += self._is_short
             return tensor
-        with _unseen():
+        with unseen():
             look = (tensor.dtype, tensor.device, tensor.shape)
             if look != self._looks[index]:
                 self._others.append(
