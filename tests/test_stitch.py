@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep import DataParallel
+from samestep.backward import Backward
 from samestep.context import make_shards
 from samestep.engine import SerialEngine, ThreadEngine
 from samestep.errors import StateWarning
@@ -844,3 +845,23 @@ def test_all_shards_make_one_node_in_the_callers_graph():
     assert {type(node).__name__ for node in nodes} == {"_StitchBackward"}
     assert len(nodes) == 1
     assert tensors_of(out) == [out]
+
+
+@pytest.mark.parametrize(("device", "is_shared"), [("cpu", True), ("meta", False)])
+def test_gradients_on_an_accelerator_are_not_added_by_threads_without_its_streams(
+    device, is_shared
+):
+    """Outputs on the CPU, parameters elsewhere (``meta`` stands in)."""
+    shards = make_shards([torch.device("cpu")] * 2, [1, 1])
+    runner = make_runner(ThreadEngine(num_workers=2), shards, drawing="watch", together=False)
+    leaf = torch.ones(2, device=device, requires_grad=True)
+    out = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    graphs = ShardGraphs(
+        runner=runner,
+        replicated=[[leaf], [leaf]],
+        local=[[], []],
+        outputs=[[make_edge(tensor)] for tensor in out],
+        partials=[[], []],
+    )
+    found = Backward(graphs, [leaf], [torch.ones(1), torch.ones(1)], [True])
+    assert found._may_share_work() is is_shared
