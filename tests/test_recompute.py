@@ -142,14 +142,19 @@ def test_a_parameter_that_was_stepped_before_backward_is_an_error():
         output.sum().backward()
 
 
-def test_another_mode_before_backward_is_an_error():
-    model = DataParallel(make_net(), replicas=2, recompute=True)
-    x = torch.randn(8, 6, dtype=torch.float64)
-    output = model(x)
-    model.eval()
-    model(x)
-    with pytest.raises(RuntimeError, match=r"train\(\) or eval\(\) was called"):
+def test_another_mode_before_backward_changes_nothing():
+    x, found = torch.randn(8, 6, dtype=torch.float64), []
+    for recompute in (False, True):
+        net = make_net()
+        model = DataParallel(net, replicas=2, recompute=recompute)
+        torch.manual_seed(1)
+        output = model(x)
+        model.eval()
+        model(x)
         output.sum().backward()
+        assert not any(child.training for child in net.modules())
+        found.append([*(p.grad for p in net.parameters()), *net.buffers(), model(x)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_the_option_is_checked():
@@ -246,6 +251,75 @@ def test_what_forward_leaves_is_left_once_and_the_second_run_sees_what_the_first
             left += [output, *(p.grad for p in net.parameters() if p.grad is not None)]
             left += [buffer.clone() for buffer in net.buffers()] + [torch.tensor(net.count)]
         found.append(left)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class ReadsOrWrites(Two):
+    """Computes with its state, and in some calls changes it first."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.levels = {"level": 1.0}, [1.0]
+        self.register_buffer("large", torch.ones(300_000))
+
+    def forward(self, x, kind=None):
+        if kind == "buffer":
+            self.average.mul_(3.0)
+        elif kind == "large buffer":
+            self.large.mul_(3.0)
+        elif kind == "assigned buffer":
+            self.average = self.average * 3
+        elif kind == "attribute":
+            self.count += 1
+        elif kind == "dict":
+            self.table["level"] = 3.0
+        elif kind == "list":
+            self.levels.append(3.0)
+        state = self.average + self.large[:6] + self.count + self.table["level"] + sum(self.levels)
+        return self.one(x).tanh() * state.clone()
+
+
+def change_outside(net, kind):
+    with torch.no_grad():
+        net.average.mul_(5.0)
+    net.table["level"] = 5.0
+    net.levels[0] = 5.0
+    net.count = 7
+    if kind == "module":
+        net.one = nn.Linear(6, 6)
+
+
+@pytest.mark.parametrize("order", [(False, True), (True, False), (False, True, False)])
+@pytest.mark.parametrize(
+    "kind", ["buffer", "large buffer", "assigned buffer", "attribute", "dict", "list"]
+)
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_what_other_calls_write_before_the_backward_is_not_seen(order, kind, replicas):
+    found = []
+    for recompute in (False, True):
+        net, x = ReadsOrWrites(), torch.linspace(-1, 1, 48).view(8, 6)
+        model = DataParallel(net, replicas=replicas, recompute=recompute)
+        outputs = [model(x, kind if is_write else None) for is_write in order]
+        sum(output.square().sum() for output in outputs).backward()
+        after = model(x).detach()  # what the second runs put back is there again
+        found.append([net.one.weight.grad, after, net.average, torch.tensor(net.count)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["state", "module"])
+@pytest.mark.parametrize("is_called", [False, True])
+def test_what_the_user_changes_before_the_backward_is_not_seen(kind, is_called):
+    found = []
+    for recompute in (False, True):
+        net, x = ReadsOrWrites(), torch.linspace(-1, 1, 48).view(8, 6)
+        model, weight = DataParallel(net, replicas=3, recompute=recompute), net.one.weight
+        output = model(x)
+        torch.manual_seed(2)
+        change_outside(net, kind)
+        if is_called:
+            model(x)
+        output.square().sum().backward()
+        found.append([weight.grad, model(x).detach()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 

@@ -5,15 +5,17 @@ module. Why: with more shards than workers the shards take turns, and what fills
 activations of all of them until backward. Run again, only those of the shards that run at one time
 exist.
 
-Guarantees: the second run sees what the first saw: the same rows, the same random numbers, buffers
-and attributes of the module as they were; so it gives the same bits. What it writes is dropped, and
-so are gradients that it adds itself: the first run's were merged already.
+Guarantees: the second run sees what the first saw: the same rows, the same random numbers, buffers,
+attributes and mode of the module as they were, whatever other calls or the user made of them since;
+so it gives the same bits. What it writes is dropped, and so are gradients that it adds itself: the
+first run's were merged already.
 Must not: be used without a graph: there would be nothing to run it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,10 +23,10 @@ import torch
 from torch import Tensor
 
 from samestep.intercept import unseen
-from samestep.links import Link
+from samestep.links import Link, get_version
 from samestep.replica import Replica
 from samestep.rerun import Rerun
-from samestep.snapshot import Cell, iter_items, refill
+from samestep.snapshot import Snapshot, refill
 
 __all__ = ["Recomputation"]
 
@@ -40,46 +42,47 @@ class Recomputation:
     def __init__(self, replica: Replica, function: Callable[..., Any]) -> None:
         self._replica = replica
         self._function = function
-        self._buffers: list[tuple[Link, Tensor]] = []
-        self._cells: list[tuple[Cell, list[Any]]] = []  # what they held before
-        self._versions: list[int] | None = None
+        # What forwards may write: each link, its values before, and the version by which it shows
+        # that they are there still; None: it does not show.
+        self._private: list[tuple[Link, Tensor, int | None]] = []
+        self._restored: list[tuple[Tensor, Tensor]] = []  # in a second run, with the values
+        self._snapshot: Snapshot | None = None  # of the replica's cells before the first run
+        self._versions: list[int] = []
         self._has_begun = False
-        self._is_training = replica.module.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward for the first time."""
         return Rerun(self._run, self._replica.slot.device, self._written)(*args, **kwargs)
 
     def keep(self, common: dict[Any, Tensor] | None = None) -> None:
-        """Keep what the first run changed: call after it, before the source module is written.
+        """Keep how the module was: call after the first run, before the source module is written.
 
         Args:
             common: what the shards of the call keep alike, to use and to add to.
         """
         replica = self._replica
         common = {} if common is None else common
-        self._buffers = []
-        for link in replica.find_written():
+        self._snapshot = copy.copy(replica.snapshot)  # which goes on with others
+        self._versions = replica.parameter_versions()
+        written = {id(link): link for link in replica.find_written()}
+        self._private = []
+        for link in ({id(link): link for link in replica.private} | written).values():
             key = (id(link.source), link.rows)
             if key not in common:
                 common[key] = link.view().clone()
-            self._buffers.append((link, common[key]))
-        self._cells = []
-        if not replica.snapshot.is_current():
-            changed = replica.snapshot.changed()
-            targets, content = replica.follower.targets, replica.snapshot.content
-            self._cells = [(targets[index], _entries(content(index))) for index in changed]
-        self._versions = replica.parameter_versions()
+            is_shown = not (id(link) in written or link.is_unversioned or link.is_suspect)
+            version = get_version(link.copy) if is_shown else -1
+            self._private.append((link, common[key], None if version < 0 else version))
 
     def _written(self) -> list[Tensor]:
-        return [link.copy for link, _ in self._buffers]
+        return [tensor for tensor, _ in self._restored]
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not self._has_begun:
             self._has_begun = True
             return self._function(*args, **kwargs)
         with unseen():
-            if self._versions is None:
+            if self._snapshot is None:
                 self.keep()  # a backward inside forward: the first run is not over
             self._check_unchanged()
         with _gradients_aside(self._replica.graded), self._state_as_it_was():
@@ -92,23 +95,21 @@ class Recomputation:
                 "the forward and its backward; with recompute=True the forward runs again in "
                 "backward and needs the parameters as they were"
             )
-        if self._is_training != self._replica.module.training:
-            raise RuntimeError(
-                "train() or eval() was called, and the module used, between a forward and its "
-                "backward; with recompute=True the forward runs again in backward: run the "
-                "backward first"
-            )
 
     @contextlib.contextmanager
     def _state_as_it_was(self) -> Iterator[None]:
-        copies = self._written()
-        held = [(cell, _entries(cell)) for cell, _ in self._cells]
-        for cell, before in self._cells:
-            refill(cell, before)
-        norms = self._replica.norms
+        assert self._snapshot is not None
         with unseen(), torch.no_grad():
-            now = [copy.clone() for copy in copies]
-            _write(copies, [before for _, before in self._buffers])
+            held = self._snapshot.put_back()
+            self._restored = [
+                (link.copy, before)
+                for link, before, version in self._private
+                if version is None or version != get_version(link.copy)
+            ]
+            copies = self._written()
+            now = [tensor.clone() for tensor in copies]
+            _write(copies, [before for _, before in self._restored])
+        norms = self._replica.norms
         for norm in norms:
             norm.is_paused = True
         try:
@@ -116,9 +117,9 @@ class Recomputation:
         finally:
             for norm in norms:
                 norm.is_paused = False
-            for cell, entries in held:
-                refill(cell, entries)
             with unseen(), torch.no_grad():
+                for cell, entries in held:  # what else it wrote, the next call finds and repairs
+                    refill(cell, entries)
                 _write(copies, now)
 
 
@@ -135,11 +136,6 @@ def _gradients_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
         with unseen():
             for tensor, gradient in zip(tensors, before, strict=True):
                 tensor.grad = gradient
-
-
-def _entries(cell: Cell) -> list[Any]:
-    """What a cell holds, as :func:`refill` takes it."""
-    return list(iter_items(cell)) if isinstance(cell, dict) else list(cell)
 
 
 def _write(targets: list[Tensor], values: list[Tensor]) -> None:

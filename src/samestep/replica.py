@@ -38,7 +38,7 @@ from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.follow import Follower, Leaf
 from samestep.holders import storage_of
-from samestep.links import Link, Rows, as_leaf, copy_to, get_addresses
+from samestep.links import Link, Rows, as_leaf, copy_to, get_addresses, get_version
 from samestep.norm import NormRecord
 from samestep.pattern import Pattern
 from samestep.snapshot import Snapshot
@@ -221,6 +221,8 @@ class Replica:
         self.aliases = [link for link in self.links.values() if link.is_alias]
         self.copies = [link for link in self.links.values() if not link.is_alias]
         self.held = Copies(self.copies, stale)
+        #: The copies that forwards may write.
+        self.private = [link for link in self.copies if link.is_private]
         # Beside each list of links the tensors that are asked, in a C loop, at every call.
         self._alias_tensors = [link.copy for link in self.aliases]
         self._addresses = get_addresses(self._alias_tensors)
@@ -283,8 +285,9 @@ class Replica:
         return [link for link, before, after in pairs if before != after]
 
     def parameter_versions(self) -> list[int]:
-        """How often each parameter was written in place; those without a version are left out."""
-        return list(map(_get_version, self._counted_tensors))
+        """How often what forwards only read was written in place: the parameters, as a rule."""
+        copied = [get_version(link.copy) for link in self.copies if not link.is_private]
+        return [*map(_get_version, self._counted_tensors), *copied]
 
     def find_switched(self) -> list[Link]:
         """Links whose ``requires_grad`` the forward switched."""

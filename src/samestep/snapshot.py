@@ -26,6 +26,7 @@ __all__ = [
     "Cell",
     "Snapshot",
     "Whole",
+    "entries_of",
     "iter_items",
     "key_text",
     "refill",
@@ -124,6 +125,20 @@ class Snapshot:
                 return part.content(place)
         return {} if isinstance(self._cells[index], dict) else []
 
+    def put_back(self) -> list[tuple[Cell, list[Any]]]:
+        """Let every cell hold what it held then.
+
+        Returns:
+            The cells that held something else, and what: for :func:`refill`.
+        """
+        if self.is_current():
+            return []
+        changed = [(self._cells[index], self.content(index)) for index in self.changed()]
+        now = [(cell, entries_of(cell)) for cell, _ in changed]
+        for cell, before in changed:
+            refill(cell, entries_of(before))
+        return now
+
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor held directly by a cell, possibly several times."""
         return _tensors(chain.from_iterable(p.values for p in (self._counting, *self._others)))
@@ -179,6 +194,11 @@ class _Part:
 def iter_items(cell: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
     """The entries of a dictionary, past any method of the user's class."""
     return _base(cell).items(cell)
+
+
+def entries_of(cell: Cell) -> list[Any]:
+    """What a cell holds, as :func:`refill` takes it."""
+    return list(iter_items(cell)) if isinstance(cell, dict) else list(cell)
 
 
 def refill(cell: Cell, values: Iterable[Any]) -> None:
