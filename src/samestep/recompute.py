@@ -66,7 +66,8 @@ class Recomputation:
         self._versions = replica.parameter_versions()
         written = {id(link): link for link in replica.find_written()}
         self._private = []
-        for link in ({id(link): link for link in replica.private} | written).values():
+        may_be_written = {id(link): link for link in replica.copies if link.is_private}
+        for link in (may_be_written | written).values():
             key = (id(link.source), link.rows)
             if key not in common:
                 common[key] = link.view().clone()

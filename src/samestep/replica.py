@@ -221,8 +221,6 @@ class Replica:
         self.aliases = [link for link in self.links.values() if link.is_alias]
         self.copies = [link for link in self.links.values() if not link.is_alias]
         self.held = Copies(self.copies, stale)
-        #: The copies that forwards may write.
-        self.private = [link for link in self.copies if link.is_private]
         # Beside each list of links the tensors that are asked, in a C loop, at every call.
         self._alias_tensors = [link.copy for link in self.aliases]
         self._addresses = get_addresses(self._alias_tensors)
