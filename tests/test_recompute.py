@@ -313,6 +313,8 @@ def test_what_the_user_changes_before_the_backward_is_not_seen(kind, is_called):
     for recompute in (False, True):
         net, x = ReadsOrWrites(), torch.linspace(-1, 1, 48).view(8, 6)
         model, weight = DataParallel(net, replicas=3, recompute=recompute), net.one.weight
+        with torch.no_grad():
+            weight.mul_(0.5).mul_(2)  # versions that the other module's parameters do not have
         output = model(x)
         torch.manual_seed(2)
         change_outside(net, kind)

@@ -47,7 +47,7 @@ class Recomputation:
         self._private: list[tuple[Link, Tensor, int | None]] = []
         self._restored: list[tuple[Tensor, Tensor]] = []  # in a second run, with the values
         self._snapshot: Snapshot | None = None  # of the replica's cells before the first run
-        self._versions: list[int] = []
+        self._read: list[tuple[Tensor, int]] = []  # parameters, with their versions
         self._has_begun = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class Recomputation:
         replica = self._replica
         common = {} if common is None else common
         self._snapshot = copy.copy(replica.snapshot)  # which goes on with others
-        self._versions = replica.parameter_versions()
+        self._read = [(tensor, tensor._version) for tensor in replica.find_read()]
         written = {id(link): link for link in replica.find_written()}
         self._private = []
         may_be_written = {id(link): link for link in replica.copies if link.is_private}
@@ -90,7 +90,7 @@ class Recomputation:
             return self._function(*args, **kwargs)
 
     def _check_unchanged(self) -> None:
-        if self._versions != self._replica.parameter_versions():
+        if any(tensor._version != version for tensor, version in self._read):
             raise RuntimeError(
                 "a parameter was modified by an inplace operation (an optimizer's step?) between "
                 "the forward and its backward; with recompute=True the forward runs again in "

@@ -38,7 +38,7 @@ from samestep.devices import Slot
 from samestep.errors import ReplicaError
 from samestep.follow import Follower, Leaf
 from samestep.holders import storage_of
-from samestep.links import Link, Rows, as_leaf, copy_to, get_addresses, get_version
+from samestep.links import Link, Rows, as_leaf, copy_to, get_addresses
 from samestep.norm import NormRecord
 from samestep.pattern import Pattern
 from samestep.snapshot import Snapshot
@@ -282,10 +282,10 @@ class Replica:
         pairs = zip(self._counted, self._versions, now, strict=True)
         return [link for link, before, after in pairs if before != after]
 
-    def parameter_versions(self) -> list[int]:
-        """How often what forwards only read was written in place: the parameters, as a rule."""
-        copied = [get_version(link.copy) for link in self.copies if not link.is_private]
-        return [*map(_get_version, self._counted_tensors), *copied]
+    def find_read(self) -> list[Tensor]:
+        """What forwards only read, as a rule the parameters; not those that have no version."""
+        copied = [link.copy for link in self.copies if not link.is_private]
+        return [*self._counted_tensors, *(copy for copy in copied if not copy.is_inference())]
 
     def find_switched(self) -> list[Link]:
         """Links whose ``requires_grad`` the forward switched."""
