@@ -307,11 +307,7 @@ class Backward:
 
     def _may_share_work(self) -> bool:
         """Whether several workers are there to add large gradients by slices."""
-        runner = self.graphs.runner
-        # On an accelerator they would do it without the caller's streams.
-        if self.inline is not None or {home.type for home in self.homes} != {"cpu"}:
-            return False
-        return len(runner.shards) > 1 and runner.engine.num_workers > 1
+        return self.inline is None and self.graphs.runner.may_share_work(self.homes)
 
     def _share_local(self, local: list[MaybeTensors]) -> list[MaybeTensors]:
         """The L gradients of all shards: the caller's graph goes on with those of the whole batch,

@@ -93,11 +93,9 @@ class EagerBackward:
             links.sort(key=lambda pair: pair[1].path)  # an order that is every rank's
         self._keys = [key for key, ln in links if ln.source.requires_grad and ln.rows is None]
         sources = [model.links[key].source for key in self._keys]
-        # What lies on an accelerator would be added without the caller's streams.
-        is_here = {runner.home.type, *(one.device.type for one in sources)} == {"cpu"}
-        is_shared = len(runner.shards) > 1 and runner.engine.num_workers > 1
+        devices = [runner.home, *map(_get_device, sources)]
         num_shards = runner.spread.num_shards
-        by_thread = is_shared and is_here and is_large(sources)
+        by_thread = runner.may_share_work(devices) and is_large(sources)
         self._sums: TreeSum[MaybeTensors] = TreeSum(num_shards, absorb, by_thread=by_thread)
 
     def run(

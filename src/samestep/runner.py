@@ -8,7 +8,7 @@ engine. Must not: know what the functions do that it runs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,15 @@ class Runner:
         # A model whose forward draws nothing may draw in backward (noise on gradients). Python code
         # is rare there, so looking at it costs nothing.
         return Draws()
+
+    def may_share_work(self, devices: Iterable[torch.device]) -> bool:
+        """Whether several workers are there to add large tensors on these devices by slices.
+
+        Not on an accelerator: they would do it without the caller's streams.
+        """
+        if len(self.shards) < 2 or self.engine.num_workers < 2:
+            return False
+        return {device.type for device in devices} == {"cpu"}
 
     def _run(
         self,
