@@ -24,7 +24,7 @@ from samestep.auto import list_settings
 from samestep.devices import count_cores
 from samestep.errors import describe_error
 from samestep.module import DataParallel
-from samestep.proof import find_target, parse_target
+from samestep.proof import find_target, options_in, parse_target
 from samestep.report import format_table
 from samestep.tie import find_tensors
 from samestep.timing import (
@@ -222,8 +222,7 @@ def _make_steps(target: str) -> tuple[dict[str, Step], dict[str, str]]:
 
 def _make_wrapped(given: Mapping[str, Any], name: str, threads: int) -> Step:
     """A step of a setting by its name, which is how its arguments are written."""
-    known = ("model", "inputs", "kwargs", "loss", "replicas")
-    options = {key: value for key, value in given.items() if key not in known}
+    options = options_in(given)
     words = dict(word.split("=") for word in name.split(", "))
     options |= {key: True if value == "True" else int(value) for key, value in words.items()}
     options.setdefault("device_ids", ["cpu"] * options["replicas"])

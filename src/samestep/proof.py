@@ -33,7 +33,7 @@ from samestep.remedies import Candidate, Failing, list_candidates, search
 from samestep.replica import home_device
 from samestep.trials import Trials
 
-__all__ = ["TargetError", "check", "check_target", "find_target", "parse_target"]
+__all__ = ["TargetError", "check", "check_target", "find_target", "options_in", "parse_target"]
 
 REPLICAS = (1, 2, 3, 4, 7, 8)
 
@@ -274,13 +274,17 @@ def parse_target(given: Any) -> dict[str, Any]:
             f"the function returned a {type(given).__name__}; it must return (model, *inputs), or "
             f"a dict with 'model', 'inputs' and whatever else check takes"
         )
-    known = ("inputs", "kwargs", "loss", "replicas")
-    options = {key: value for key, value in given.items() if key not in ("model", *known)}
     try:
-        _check_arguments(given["model"], options)
+        _check_arguments(given["model"], options_in(given))
     except TypeError as error:
         raise TargetError(f"what the function returned cannot be used: {error}") from error
     return dict(given)
+
+
+def options_in(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``DataParallel`` among what such a function has returned."""
+    others = ("model", "inputs", "kwargs", "loss", "replicas")
+    return {key: value for key, value in given.items() if key not in others}
 
 
 # ---------------------------------------------------------------------------
