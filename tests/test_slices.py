@@ -127,6 +127,19 @@ def test_slices_have_the_bits_of_the_whole(count, num_workers, run):
     check_equal(next(iter(found.values())), add_all(make_lists(count)))
 
 
+def test_an_accelerators_values_are_added_by_the_caller_alone():
+    # "meta" stands in for one: workers would add there without the caller's streams.
+    def make(device):
+        return {(0, k): [torch.ones(70_000, device=device)] for k in range(2)}
+
+    asked = []
+    ((total,),) = sum_slices(2, make("meta"), 2, asked.extend).values()
+    assert total.shape == (70_000,)
+    assert asked == []
+    sum_slices(2, make("cpu"), 2, asked.extend)
+    assert len(asked) == 2
+
+
 def test_large_values_of_other_workers_are_left_alone():
     lists = make_lists(8)
     total = add_by_runs(lists, 2, True)

@@ -284,9 +284,10 @@ def sum_slices(
         made = _lay_out(renumbered, rows)
         found[node] = [one.total if isinstance(one, _Piece) else one for one in made]
         pieces += [one for one in made if isinstance(one, _Piece)]
-    size = sum([piece.total.numel() for piece in pieces])
-    cuts = [size * worker // num_workers for worker in range(num_workers + 1)]
-    run([functools.partial(_add_slice, pieces, a, b) for a, b in itertools.pairwise(cuts)])
+    if pieces:
+        size = sum([piece.total.numel() for piece in pieces])
+        cuts = [size * worker // num_workers for worker in range(num_workers + 1)]
+        run([functools.partial(_add_slice, pieces, a, b) for a, b in itertools.pairwise(cuts)])
     return found
 
 
@@ -348,7 +349,8 @@ def _lay_out(recipe: Recipe, rows: Sequence[Gradients]) -> list[_Piece | Tensor 
     free = {*find_sole(rows[0], range(len(rows[0])))}
     made: list[_Piece | Tensor | None] = []
     for index, values in enumerate(zip(*rows, strict=True)):
-        if not _are_alike(values):
+        # Accelerators are added on here, in the caller's streams: workers would not wait for them.
+        if not _are_alike(values) or values[0].device.type != "cpu":
             made.append(evaluate(recipe, values))
             continue
         # The first in the order of additions: its entries are read before they are written.
